@@ -80,6 +80,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "joint from alone, weights": OTHERS,
     "alone from joint": (*OTHERS, "written by a run of base, upper, this one has one"),
     "other layers": ("PlanError", "backbone base has 10 layers there and 11 here", "its layer 10: none there, Linear"),
+    "other layers, weights": ("PlanError", "backbone base has 10 layers there and 11 here, so all layers behind"),
     "no name": ("ConfigError", "load_checkpoint: backbone: expected a name or None, found 3"),
     "other names": ("ConfigError", "expected the same on every rank, found ['base', 'upper']"),
     "a schedule of other groups": (

@@ -216,7 +216,7 @@ def checkpoints(folder: Path) -> dict[str, Case]:
     ema = EMA(joint, backbone="base")
     joint.save_checkpoint(str(folder / "joint"))
     single.save_checkpoint(str(folder / "alone"))
-    wider = pair(base=[*toy_layers(), nn.Linear(3, 3)])
+    wider = engine(backbones=pair(base=[*toy_layers(), nn.Linear(3, 3)]))
     return {
         "unknown here": lambda: joint.load_checkpoint(str(folder / "joint"), backbone="bese"),
         "unknown there": lambda: single.load_checkpoint(str(folder / "joint"), backbone="bese"),
@@ -224,7 +224,8 @@ def checkpoints(folder: Path) -> dict[str, Case]:
         "joint from alone": lambda: joint.load_checkpoint(str(folder / "alone")),
         "joint from alone, weights": lambda: joint.load_checkpoint(str(folder / "alone"), load_optimizer_states=False),
         "alone from joint": lambda: single.load_checkpoint(str(folder / "joint"), load_module_only=True),
-        "other layers": lambda: engine(backbones=wider).load_checkpoint(str(folder / "alone"), backbone="base"),
+        "other layers": lambda: wider.load_checkpoint(str(folder / "alone"), backbone="base"),
+        "other layers, weights": lambda: wider.load_checkpoint(str(folder / "joint"), load_module_only=True),
         "no name": lambda: joint.load_checkpoint(str(folder / "alone"), backbone=3),
         "other names": lambda: joint.load_checkpoint(str(folder / "joint"), backbone=("base", "upper")[rank()]),
         "a schedule of other groups": lambda: with_schedule(EACH).load_checkpoint(str(folder / "scheduled")),

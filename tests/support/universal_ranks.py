@@ -21,6 +21,7 @@ from deepspeed_pulse.errors import FileError, PlanError
 BEFORE, AFTER = 2, 2
 """Optimizer steps before and after the checkpoint."""
 GLOBAL_MICROBATCHES = 4
+PAIR = ("base", "upper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Job:
     plan: str = "wave"
     zero: int = 1
     model: str = "plain"
+    backbones: tuple[str, ...] = ()
+    """Each of the model's layers."""
     dtype: str = "float32"
 
 
@@ -41,6 +44,13 @@ def shared_and_frozen() -> list[nn.Module]:
     for layer in layers[5:]:
         layer.requires_grad_(False)
     return [*layers[:4], layers[2], *layers[4:], nn.Linear(WIDTH, 3).requires_grad_(False)]
+
+
+def linear() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, width) for width in (WIDTH, WIDTH, WIDTH, 3)]
+
+
+MODELS = {"toy": toy_layers, "shared": shared_and_frozen, "linear": linear}
 
 
 def engine_of(job: Job, **blocks: Any) -> Any:
@@ -65,10 +75,12 @@ def engine_of(job: Job, **blocks: Any) -> Any:
     if job.plan != "stock":
         config["pulse"] = False if job.plan == "off" else {"solver_seconds": 0, "placement": job.plan}
         arguments["config"] = config
-    layers = {"plain": lambda: layers_of(pipe), "toy": toy_layers, "shared": shared_and_frozen}[job.model]()
-    module = pipe.PipelineModule(
-        layers=layers, num_stages=job.ranks, loss_fn=nn.functional.mse_loss, seed_layers=True, **arguments
-    )
+    layers = MODELS.get(job.model, lambda: layers_of(pipe))
+    if job.backbones:
+        arguments["backbones"] = {n: ours.Backbone(layers(), loss_fn=nn.functional.mse_loss) for n in job.backbones}
+    else:
+        arguments |= {"layers": layers(), "loss_fn": nn.functional.mse_loss}
+    module = pipe.PipelineModule(num_stages=job.ranks, seed_layers=True, **arguments)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
@@ -82,7 +94,10 @@ def train(engine: Any, job: Job, steps: range) -> list[float]:
     def one(step: int, microbatch: int) -> Any:
         if job.model == "toy":
             return toy_batch(step, microbatch, 0)
-        return tuple(tensor.to(dtype) for tensor in batch(step, microbatch))
+        inputs, labels = (tensor.to(dtype) for tensor in batch(step, microbatch))
+        if job.backbones:
+            return dict.fromkeys(job.backbones, inputs), dict.fromkeys(job.backbones, labels)
+        return inputs, labels
 
     return [float(engine.train_batch(one(step, first + m) for m in itertools.count()).detach()) for step in steps]
 
@@ -124,6 +139,7 @@ def resumes(folder: str) -> None:
         (shared4, [shared2]),
         (Job(ranks=4, model="toy"), [Job(ranks=2, model="toy")]),
         (bf16, [bf16_linear]),
+        (Job(ranks=2, model="linear", backbones=PAIR), [Job(ranks=4, plan="linear", model="linear", backbones=PAIR)]),
     ]
     wrong = []
     for number, (base, targets) in enumerate(cases):
@@ -136,6 +152,7 @@ def resumes(folder: str) -> None:
                 wrong.append(f"{base} -> {target}: {traceback.format_exc()}")
     assert not wrong, "\n".join(wrong)
     refuses(Path(folder, "0"), off)
+    refuses_one_of_two(Path(folder, str(len(cases) - 1)))
     print("PASSED", flush=True)
 
 
@@ -180,6 +197,21 @@ def refuses(place: Path, job: Job) -> None:
     torch.distributed.barrier()
     says(lambda: engine.load_checkpoint(str(place)), "0.weight/fp32.pt: expected a file of the checkpoint")
     assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    engine.destroy()
+
+
+def refuses_one_of_two(place: Path) -> None:
+    """A run of one alone, whose weights have the names of the other's; a folder that is older is not known to be so."""
+    engine = engine_of(Job(ranks=2, model="linear"), checkpoint={"load_universal": True})
+    says(lambda: engine.load_checkpoint(str(place)), "written by a run of base, upper, this one has one; load one")
+    if torch.distributed.get_rank() == 0:
+        for file in (place / "universal").glob("mp_rank_*.pt"):
+            state = torch.load(file, weights_only=False)
+            del state["pulse_checkpoint"]
+            torch.save(state, file)
+    torch.distributed.barrier()
+    engine.load_checkpoint(str(place))
+    assert engine.global_steps == BEFORE
     engine.destroy()
 
 

@@ -15,7 +15,6 @@ from deepspeed_pulse.engine.checkpoints.backbone import Match, load_layers, own_
 from deepspeed_pulse.engine.checkpoints.digests import read_sums
 from deepspeed_pulse.engine.checkpoints.files import LATEST, CheckpointFolder, find_tag
 from deepspeed_pulse.engine.checkpoints.optimizer_state import (
-    Groups,
     SavedState,
     check_state,
     read_state,
@@ -23,7 +22,7 @@ from deepspeed_pulse.engine.checkpoints.optimizer_state import (
     with_copies,
     write_state,
 )
-from deepspeed_pulse.engine.checkpoints.reading import RESERVED, check_layer, check_whole
+from deepspeed_pulse.engine.checkpoints.reading import RECORD, RESERVED, check_layer, check_whole
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere, told_by_all
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
@@ -141,7 +140,7 @@ class Loading:
                     f"load_checkpoint: backbone={wanted.backbone!r}: {where} is a universal checkpoint, of which "
                     "all is loaded; give the checkpoint that it was made of"
                 )
-            return self._read_universal(where, wanted, mine.parameters[engine.stage_id] if wants_state else None)
+            return self._read_universal(where, wanted, mine, wants_state=wants_state)
         sums, saved = read_sums(where), CheckpointRecord.read(where)
         files.begin(sums)
         if engine.global_rank == 0:
@@ -202,13 +201,21 @@ class Loading:
                 "(module.backbone_parameters(name)), or begin the schedule anew with load_lr_scheduler_states=False"
             )
 
-    def _read_universal(self, where: Path, wanted: Wanted, groups: Groups | None) -> _Found:
+    def _read_universal(self, where: Path, wanted: Wanted, mine: CheckpointRecord, *, wants_state: bool) -> _Found:
         """The same from files by parameter name; a rank's state that is not of parameters lies beside them."""
         engine, files = self._engine, self._engine.checkpoint_engine
         files.begin(None)
-        self._check_schedule(self._stage(where, self._rank_files(where)), wanted)
+        own = self._stage(where, self._rank_files(where))
+        text = files.load(own).get(RECORD)
+        if text is not None:  # else an older one, or DeepSpeed's
+            saved = CheckpointRecord.from_json(str(text), own)
+            saved.check_backbones(mine, str(where), " from the checkpoint that this universal one was made of")
+            if wants_state:
+                saved.check_layers(mine, str(where))
+        self._check_schedule(own, wanted)
         weights = universal.read_weights(where, universal.own_tensors(self._module), files.load)
-        state = None if groups is None else universal.read_named_state(where, groups, files.load)
+        groups = mine.parameters[engine.stage_id]
+        state = universal.read_named_state(where, groups, files.load) if wants_state else None
         if state is not None:
             check_state(engine.optimizer, engine.param_names, state)
         return _Found(state=state, weights=weights)

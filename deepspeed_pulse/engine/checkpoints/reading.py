@@ -25,8 +25,10 @@ _WEIGHTS = ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "sh
 _TRAINING = ("optimizer", "lr_scheduler", "data_sampler", "random_ltd")
 _PROGRESS = ("skipped_steps", "global_steps", "global_samples")
 _JOB = ("dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions")
-RESERVED = frozenset((*_WEIGHTS, *_TRAINING, *_PROGRESS, *_JOB))
-"""Upstream's own keys beside which client state is saved; a test holds them against a file."""
+RECORD = "pulse_checkpoint"
+"""Beside them, the record of the checkpoint without names of parameters: a universal checkpoint has no file of it."""
+RESERVED = frozenset((*_WEIGHTS, *_TRAINING, *_PROGRESS, *_JOB, RECORD))
+"""Upstream's own keys, and ours, beside which client state is saved; a test holds them against a file."""
 
 
 def load_safely(path: Path, map_location: Any = "cpu", *, file: Any = None) -> Any:

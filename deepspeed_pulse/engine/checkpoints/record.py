@@ -93,17 +93,32 @@ class CheckpointRecord(File):
         mine = self if self.partitioned else replace(self, data_parallel=other.data_parallel)
         return mine == other
 
-    def check_backbones(self, mine: CheckpointRecord, where: str) -> None:
-        """Raise a :class:`PlanError` where the checkpoint is of other backbones: their layers would be mixed up."""
+    def check_backbones(self, mine: CheckpointRecord, where: str, way: str = "") -> None:
+        """Raise a :class:`PlanError` where the checkpoint is of other backbones: their layers would be mixed up.
+
+        ``way``: what is said more of how to load one of them.
+        """
         there, here = ([part.name for part in record.backbones] for record in (self, mine))
         if there != here:
             raise PlanError(
                 f"{where}: written by a run of {', '.join(there) or 'one backbone'}, this one has "
-                f"{', '.join(here) or 'one'}; load one backbone with load_checkpoint(..., backbone=NAME)"
+                f"{', '.join(here) or 'one'}; load one backbone with load_checkpoint(..., backbone=NAME){way}"
             )
+        for one, other in zip(self.backbones, mine.backbones, strict=True):
+            if one != other:
+                first, second = (part.layers[1] - part.layers[0] for part in (one, other))
+                raise PlanError(
+                    f"{where}: backbone {one.name} has {first} layers there and {second} here, so all layers behind "
+                    "would be mixed up; build the same layer list"
+                )
 
     def check_fits(self, mine: CheckpointRecord, where: str) -> None:
         """Raise a :class:`PlanError` when optimizer state cannot be carried over to ``mine``."""
+        self.check_layers(mine, where)
+        self.check_trained_alike(mine, where)
+
+    def check_layers(self, mine: CheckpointRecord, where: str) -> None:
+        """Raise a :class:`PlanError` where the layers have other names."""
         if self.layers != mine.layers:
             pairs = zip_longest(self.layers, mine.layers, fillvalue="none")
             index, (there, here) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
@@ -113,7 +128,6 @@ class CheckpointRecord(File):
                 "build the same layer list",
                 more="other-layers",
             )
-        self.check_trained_alike(mine, where)
 
     def check_trained_alike(self, mine: CheckpointRecord, where: str) -> None:
         """Raise a :class:`PlanError` for optimizer state of another kind than ``mine``."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_pulse.engine.checkpoints import averages
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, write_sums
 from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, check_tag, sync
-from deepspeed_pulse.engine.checkpoints.reading import check_client_state
+from deepspeed_pulse.engine.checkpoints.reading import RECORD, check_client_state
 from deepspeed_pulse.engine.checkpoints.record import CHOICE_FILE, PLAN_FILE, RECORD_FILE, CheckpointRecord
 from deepspeed_pulse.engine.collectives import everywhere, told_by_all
 from deepspeed_pulse.engine.plans.pinned import pinned
@@ -51,7 +52,8 @@ class Saving:
 
         on_leader(folder.prepare)
         try:
-            digests = self._write_files(folder, client_state, exclude_frozen_parameters)
+            kept = {**client_state, RECORD: replace(record, parameters=()).to_json()}
+            digests = self._write_files(folder, kept, exclude_frozen_parameters)
             averages.save(ema, folder.save_dir / folder.writing)
             on_leader(lambda: self._write_record(folder, record, digests))
             on_leader(lambda: folder.commit(save_latest=save_latest))
@@ -97,12 +99,12 @@ class Saving:
         self._engine.module.ranks.check_alike(given, "save_checkpoint")
         return CheckpointFolder(*mine)
 
-    def _write_files(self, folder: CheckpointFolder, client_state: dict[str, Any], exclude: bool) -> dict[str, str]:
+    def _write_files(self, folder: CheckpointFolder, state: dict[str, Any], exclude: bool) -> dict[str, str]:
         """Upstream's files of all ranks; their digests by name."""
         self._problem = None
         self._engine.module.checkpoint_parallel_write_pipeline = True
         self._engine.checkpoint_engine.digests.clear()
-        self._write(str(folder.save_dir), folder.writing, client_state, False, exclude)
+        self._write(str(folder.save_dir), folder.writing, state, False, exclude)
         everywhere(lambda: _writing(folder.save_dir, self._raise_problem), f"saving {folder.save_dir}")
         told = told_by_all(self._engine.checkpoint_engine.digests)
         return {name: digest for digests in told for name, digest in digests.items()}

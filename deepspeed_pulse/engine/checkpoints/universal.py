@@ -82,7 +82,7 @@ def read_weights(where: Path, tensors: Mapping[str, torch.Tensor], load: Load) -
 def write_weights(weights: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a rank's tensors what was read for them."""
     for name, weight in weights.items():
-        tensors[name].copy_(weight.view(tensors[name].shape))
+        tensors[name].copy_(weight)
 
 
 def read_named_state(where: Path, groups: Groups, load: Load) -> SavedState:
@@ -114,7 +114,7 @@ def _common_file(where: Path) -> Path:
 
 def _whole(content: Any, mine: torch.Tensor, file: Path) -> torch.Tensor:
     found = content.get(PARAM) if isinstance(content, dict) else None
-    if not isinstance(found, torch.Tensor) or found.numel() != mine.numel():
+    if not isinstance(found, torch.Tensor) or found.shape != mine.shape:
         raise FileError(
             f"{file}: expected a tensor of shape {list(mine.shape)}, found {list(getattr(found, 'shape', ()))}; build "
             "the same model"
