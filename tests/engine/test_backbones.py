@@ -89,7 +89,10 @@ def test_a_run_goes_on_under_another_plan(subtests: pytest.Subtests, tmp_path: P
 
 
 def some_apart(world: int) -> list[dict[str, Any]]:
-    """Steps of their own: with clipping, schedules, replicas, more microbatches, recomputing, infinite gradients."""
+    """Steps of their own: with clipping, schedules, replicas, more microbatches, recomputing, infinite gradients.
+
+    Where a rank has whole backbones, a learning rate that is adapted to each.
+    """
     P = max(p for p in (1, 2, 4) if world % p == 0)
     opposite = {"P": P, "directions": "opposite", "set": "two toys"}
     return [
@@ -103,7 +106,7 @@ def some_apart(world: int) -> list[dict[str, Any]]:
         {**opposite, "P": max(1, P // 2), "M": 2, "precision": "bf16", "zero": 1, "spoilt": 0},
         {**opposite, "P": max(1, P // 2), "M": 2, "zero": 1, "spoilt": 1, "clip": 0.1},
         {**opposite, "set": "two encoded", "M": 4, "clip": 0.1},
-        {"P": max(1, P // 2), "M": 2, "directions": "same", "set": "encoded and toy"},
+        {"P": max(1, P // 2), "M": 2, "directions": "same", "set": "encoded and toy", "adapting": world == 2},
     ]
 
 

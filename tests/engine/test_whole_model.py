@@ -55,6 +55,30 @@ def test_who_is_told_not_to_or_speaks_to_some_ranks_only_is_let_be(
     assert (whole_model._problem(SimpleNamespace(basic_optimizer=optimizer)) is not None) is refused
 
 
+@pytest.mark.parametrize(
+    ("stages", "backbones", "carries", "said"),
+    [
+        (1, 1, False, []),
+        (2, 1, False, ["each rank steps others"]),
+        (1, 2, False, ["steps all backbones together"]),
+        (2, 2, False, ["each rank steps others", "steps all backbones together"]),
+        (1, 2, True, []),
+        (2, 2, True, ["each rank steps others"]),
+    ],
+)
+def test_who_shares_an_estimate_of_the_learning_rate_is_told(
+    stages: int, backbones: int, carries: bool, said: list[str]
+) -> None:
+    plan = SimpleNamespace(carries=carries)
+    module = SimpleNamespace(num_stages=stages, has_several=backbones > 1, plan=plan)
+    more = {"dp_world_size": 1, "using_bf16_optimizer": False, "zero_optimization": lambda: False}
+    optimizers = [Adapting([torch.nn.Parameter(torch.zeros(2))]), torch.optim.SGD([torch.zeros(2)])]
+    found, none = (
+        list(whole_model.own_rates(SimpleNamespace(basic_optimizer=one, module=module, **more))) for one in optimizers
+    )
+    assert not none and [what in line for what, line in zip(said, found, strict=True)] == [True] * len(said)
+
+
 def saved_with(**options: tuple[Any, Any]) -> tuple[Any, dict[Any, str], SavedState]:
     """Two weights of one group now, and their options as two ranks had them."""
     names = {torch.nn.Parameter(torch.zeros(2)): name for name in ("a", "b")}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from support import frozen_ranks
+from support.optimizers import Adapting
 from support.parity import models, mse, run_sharing
 from support.precision_ranks import DTYPES, cast
 from support.reference import BASE_SEED, error
@@ -114,8 +115,10 @@ def engine_of(case: dict[str, Any], **layers: Any) -> Any:
     if "untrained" in case and module.stage_id == 0:
         for parameter in module.backbone_parameters(case["untrained"]):
             parameter.requires_grad_(False)
-    if case.get("adam"):
-        optimizer: Any = torch.optim.AdamW(grouped(module, case), lr=0.01)
+    if case.get("adapting"):
+        optimizer: Any = Adapting(module.parameters())
+    elif case.get("adam"):
+        optimizer = torch.optim.AdamW(grouped(module, case), lr=0.01)
     else:
         trained = grouped(module, case) if "rates" in case else [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)

@@ -49,20 +49,27 @@ def check_optimizer(engine: Any) -> None:
     raise_everywhere(problem, "the optimizer")
 
 
-def own_rates(engine: Any) -> str | None:
-    """What is said of an optimizer that adapts one learning rate to all weights, where each rank has other weights."""
+def own_rates(engine: Any) -> Iterator[str]:
+    """What is said of an optimizer that adapts one learning rate to all weights that it steps.
+
+    That is another than in one process where each rank steps others, and than alone where backbones step together.
+    """
     optimizer, module = engine.basic_optimizer, engine.module
     # each replica steps a part of flat buffers
     parted = engine.dp_world_size > 1 and (engine.zero_optimization() or engine.using_bf16_optimizer)
-    groups = getattr(optimizer, "param_groups", [])
-    adapts = any(_ESTIMATE in group and not group.get(_SUMS_ESTIMATE) for group in groups)
-    if not adapts or not (module.num_stages > 1 or parted):
-        return None
-    return (
-        f"warning: {type(optimizer).__name__} estimates one learning rate of all weights that it steps, and each rank "
-        "steps others: every rank trains with a learning rate of its own, which one process would not. One process's: "
-        f"num_stages=1 without ZeRO and bf16, or {_SUMS_ESTIMATE}=True where the optimizer has it, on CUDA"
-    )
+    groups = [group for group in getattr(optimizer, "param_groups", []) if _ESTIMATE in group]
+    what = f"warning: {type(optimizer).__name__} estimates one learning rate of all weights that it steps"
+    if (module.num_stages > 1 or parted) and not all(group.get(_SUMS_ESTIMATE) for group in groups):
+        yield (
+            f"{what}, and each rank steps others: every rank trains with a learning rate of its own, which one process "
+            f"would not. One process's: num_stages=1 without ZeRO and bf16, or {_SUMS_ESTIMATE}=True where the "
+            "optimizer has it, on CUDA"
+        )
+    if groups and module.has_several and not module.plan.carries:
+        yield (
+            f"{what}, and steps all backbones together: they share it, and none trains as it would alone; "
+            '"backbone_steps": "each" in the "pulse" block gives each its own'
+        )
 
 
 def _problem(engine: Any) -> ConfigError | None:

@@ -103,9 +103,7 @@ def _notes(engine: Any) -> Iterator[str]:
     if slow is not None:
         yield slow
     yield from unheard(engine._config._param_dict)
-    rates = own_rates(engine)
-    if rates is not None:
-        yield rates
+    yield from own_rates(engine)
     module = engine.module
     recomputing = getattr(module.job, "recomputing", None)  # known once planned
     absent = None if recomputing is None else recomputing.note(module.layer_list)
