@@ -235,7 +235,8 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         if found != self._replaced:
             self._replaced = found
             self.__dict__["_INSTRUCTION_MAP"] = {**PulseEngine._INSTRUCTION_MAP, **found}
-        self._steps.meet(micro_batches, mode)
+        norms = self._own_norms if mode == "train" else None
+        self._steps.meet(micro_batches, mode, None if norms is None else norms.problem())
         if self._runtime.runs_on and (mode != "train" or micro_batches != self._micro_batches_begun):
             self.finish_backbones()  # now that all ranks are known to begin such a step
         runs_on = self._runtime.runs_on

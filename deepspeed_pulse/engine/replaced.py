@@ -28,6 +28,20 @@ def clipping_is_replaced() -> bool:
     return not _is_upstreams(PipelineEngine.clip_fp32_gradients, DeepSpeedEngine)
 
 
+def own_clipping(engine: Any) -> str | None:
+    """The name of what a program has put in the place of ``clip_fp32_gradients``, of upstream's or an engine's own."""
+    if clipping_is_replaced():
+        return _name_of(PipelineEngine.clip_fp32_gradients)
+    found = engine.clip_fp32_gradients
+    package = __name__.partition(".")[0]
+    is_ours = getattr(found, "__module__", "").startswith(f"{package}.") and not hasattr(found, "__wrapped__")
+    return None if is_ours else _name_of(found)
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+
+
 def replaced_instructions(runs: Collection[type] | None = None) -> Instructions:
     """The functions that a program has assigned into ``PipelineEngine._INSTRUCTION_MAP``.
 
@@ -37,10 +51,9 @@ def replaced_instructions(runs: Collection[type] | None = None) -> Instructions:
     found = {kind: function for kind, function in known if not _is_upstreams(function, PipelineEngine)}
     for kind, function in found.items():
         if runs is not None and kind not in runs:
-            name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
             raise ConfigError(
-                f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}] was replaced by {name}, which would never run, as "
-                "the steps of a plan have no such instruction: expected none but "
+                f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}] was replaced by {_name_of(function)}, which would "
+                "never run, as the steps of a plan have no such instruction: expected none but "
                 f"{', '.join(run.__name__ for run in runs)} to be replaced; leave it out, or set "
                 '"enabled": false in the "pulse" block'
             )

@@ -151,8 +151,10 @@ class Steps:
     stepped: Stepped
     estimates: Estimates | None = None
 
-    def meet(self, micro_batches: int, mode: str) -> None:
+    def meet(self, micro_batches: int, mode: str, problem: Exception | None = None) -> None:
         """All ranks begin the same step, before anything else of it. ``mode``: one of ``reading.MODES``.
+
+        ``problem``: what this rank has met already, raised by all.
 
         Raises:
             BatchError: another rank begins another one, or cannot draw its first batch.
@@ -164,7 +166,7 @@ class Steps:
         """
         training = mode == "train"
         ahead = self.ahead.data(self.engine.data_iterator) if self.ahead is not None and training else None
-        problem: Exception | None = self.stepped.problem(self.engine.optimizer) if training else None
+        problem = problem or (self.stepped.problem(self.engine.optimizer) if training else None)
         if self.ahead is not None and training:
             problem = problem or self.ahead.problem()
         problem = problem or self.reading.problem_with_first(micro_batches, mode, ahead)

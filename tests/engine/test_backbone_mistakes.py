@@ -16,6 +16,7 @@ PAIR = "expected a batch (inputs, labels), each a dict by backbone (base, upper)
 PULSE = ("ConfigError", "several backbones train by a plan", 'a "pulse" block that is not disabled')
 NAME = ("ConfigError", "backbones: expected names without dots, slashes and spaces around them, found")
 OTHERS = ("PlanError", "load one backbone with load_checkpoint(..., backbone=NAME)")
+CLIPS = ("ConfigError", "clip_fp32_gradients: expected DeepSpeed's own with several backbones")
 LACKS = ("BatchError", "backbone upper: layer", "so the batch must have it")
 
 MISTAKES: dict[str, tuple[str, ...]] = {
@@ -52,8 +53,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "own steps with fp16": ("ConfigError", '"backbone_steps": "each": expected no fp16', 'use "together"'),
     "own steps with sums in backward": ("ConfigError", '"backbone_steps": "each": expected no "overlap_comm"'),
     "groups of both beside a schedule": ("ConfigError", "expected parameter groups of one backbone each", "together"),
+    "clipping of its own": (*CLIPS, "found support.backbone_mistake_ranks.clip, which would clip all in one"),
     "parameters of an unknown": ("ConfigError", "(base, upper), found 'bese' (did you mean \"base\"?)"),
     "on some ranks": ("GraphError", "PipelineModule(): ranks 0 and 1 differ"),
+    "clipping of one rank's own": (*CLIPS, 'leave it out, or set "gradient_clipping": 0'),
     "batch of one": ("BatchError", f"inputs: expected {EACH} a dict of 'hidden'"),
     "inputs lack a part": ("BatchError", f"inputs: expected {EACH} a dict of 'base'"),
     "labels lack a part": ("BatchError", f"labels: expected {EACH} a dict of 'base'"),

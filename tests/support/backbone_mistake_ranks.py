@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,23 @@ def own_schedule() -> Any:
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     return deepspeed.initialize(model=made, optimizer=optimizer, lr_scheduler=schedule, config=config_with(EACH))
+
+
+def clip(engine: Any) -> None:
+    """A program's own clipping."""
+    torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+
+
+def clipping_of_its_own() -> Any:
+    """In the place of DeepSpeed's; which clips at 1 where the config says nothing."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    before = DeepSpeedEngine.clip_fp32_gradients
+    DeepSpeedEngine.clip_fp32_gradients = clip
+    try:
+        return engine()
+    finally:
+        DeepSpeedEngine.clip_fp32_gradients = before
 
 
 def sharing() -> dict[str, Any]:
@@ -128,6 +146,7 @@ def construction(folder: Path) -> dict[str, Case]:
             config=config_with(EACH, zero_optimization={"stage": 1, "overlap_comm": True})
         ),
         "groups of both beside a schedule": own_schedule,
+        "clipping of its own": clipping_of_its_own,
         "parameters of an unknown": lambda: module().backbone_parameters("bese"),
         "on some ranks": lambda: module(backbones=pair() if rank() else {"lower": one, "upper": one}),
     }
@@ -140,6 +159,14 @@ def in_steps() -> dict[str, Case]:
     def trained(change: Any) -> Case:
         return lambda: made.train_batch(each(change))
 
+    def clipped_on_one() -> None:
+        if rank():
+            made.clip_fp32_gradients = partial(clip, made)
+        try:
+            made.train_batch(each())
+        finally:
+            vars(made).pop("clip_fp32_gradients", None)
+
     def bare(x: Any, y: Any) -> Any:
         return x["base"], y["base"]
 
@@ -147,6 +174,7 @@ def in_steps() -> dict[str, Case]:
         return {"base": x["base"], "upper": {name: v for name, v in x["upper"].items() if name != "c"}}, y
 
     return {
+        "clipping of one rank's own": clipped_on_one,
         "batch of one": trained(bare),
         "inputs lack a part": trained(lambda x, y: ({"base": x["base"]}, y)),
         "labels lack a part": trained(lambda x, y: (x, {"base": y["base"]})),

@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from deepspeed_pulse.engine.replaced import own_clipping
 from deepspeed_pulse.errors import ConfigError
 
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -24,7 +25,8 @@ class OwnNorms:
         backbone_of: index of a parameter's backbone; None for a placeholder.
 
     Raises:
-        ConfigError: the optimizer has scaled gradients, which it unscales and clips in one, or has them on the host.
+        ConfigError: the optimizer has scaled gradients, which it unscales and clips in one, or has them on the host; or
+            :meth:`problem` has one.
     """
 
     def __init__(self, engine: Any, backbone_of: Callable[[torch.Tensor], int | None], count: int) -> None:
@@ -40,6 +42,22 @@ class OwnNorms:
                 "gradient_clipping with zero_optimization.offload_optimizer and several backbones: expected 0, found "
                 f"{self._max_norm:g}: gradients on the host are clipped by one norm; do without the offload, or without"
             )
+        problem = self.problem()
+        if problem is not None:
+            raise problem
+
+    def problem(self) -> ConfigError | None:
+        """A program's own clipping, which upstream would call for all parameters in one; None without it. Local."""
+        engine = self._engine
+        if self._max_norm <= 0 or engine.bfloat16_enabled() or engine.zero_optimization():
+            return None  # upstream calls none either
+        found = own_clipping(engine)
+        if found is None:
+            return None
+        return ConfigError(
+            "clip_fp32_gradients: expected DeepSpeed's own with several backbones, each of which is clipped by its own "
+            f'norm, found {found}, which would clip all in one; leave it out, or set "gradient_clipping": 0'
+        )
 
     def clip(self, only: int | None = None) -> torch.Tensor | None:
         """Scale gradients so that the norm of each backbone is at most ``gradient_clipping``; collective.
