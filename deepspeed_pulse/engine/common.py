@@ -35,6 +35,7 @@ class CommonEngine(PipelineEngine):
     """
 
     _destroyed = False
+    _global_grad_norm: torch.Tensor | None
 
     def destroy(self) -> None:
         """As upstream, once.

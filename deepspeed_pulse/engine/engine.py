@@ -250,7 +250,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
 
     def _begin_apart(self, runs_on: bool) -> None:
         assert self._own_steps is not None
-        self._own_steps.begin()
+        self._own_steps.begin(anew=not runs_on)
         if not runs_on:
             self._first_apart = self.global_steps
         self._autocast = Autocast.now([torch.device(self.device).type])
@@ -276,6 +276,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
             last = {index: int(self.global_steps or 0) for index in self._steps.lowering.updates(micro_batches)}
             for index in last:
                 self._own_steps.end(index, earlier=False)
+            self._global_grad_norm = self._own_steps.norm()
             ended = dict(self.losses)
             self._losses.gather(micro_batches, last)
             self.losses = {**ended, **self.losses}
@@ -307,14 +308,16 @@ class PulseEngine(CommonEngine, EngineWithSeams):
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         """As upstream; of several backbones, each is clipped by its own norm before."""
         if self._runtime.runs_on:  # each has made its own step, or will
+            assert self._own_steps is not None
             with counting_only(self):
                 super()._take_model_step(*args, **kwargs)
+            self._global_grad_norm = self._own_steps.norm()
             return
-        norm = None if self._own_norms is None else self._own_norms.clip()
+        squares = None if self._own_norms is None else self._own_norms.clip()
         self._runtime.holdings.count_step(held_in_step(self))
         super()._take_model_step(*args, **kwargs)
-        if norm is not None:
-            self._global_grad_norm = norm
+        if squares is not None:
+            self._global_grad_norm = squares.sum().sqrt()
 
     def clip_fp32_gradients(self) -> None:
         """As upstream, unless several backbones have been clipped already."""

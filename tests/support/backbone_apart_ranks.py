@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def apart(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def trains_alike(case: dict[str, Any]) -> None:
-    """Losses and weights of each backbone equal those of its own run alone; evaluated in the midst."""
+    """Losses, weights and norms of each backbone equal those of its own run alone; evaluated in the midst."""
     engine = joint_engine(apart(case))
     assert carried_actions(engine.module.plan)
     if "schedule" in case:
@@ -64,10 +65,16 @@ def trains_alike(case: dict[str, Any]) -> None:
     assert not engine._unfinished.text
     note(losses, engine, STEPS)
     engine.finish_backbones()
-    found = weights(engine)
+    found, norm = weights(engine), engine.get_global_grad_norm()
+    assert (norm is not None) == ("clip" in case or hasattr(engine.optimizer, "bf16_groups"))
     engine.destroy()
-    for k, (name, start) in enumerate(zip(names, starts, strict=True)):
+    norms = [
         alike_alone(case, name, start, found, losses[name], is_spoilt=k == case.get("spoilt"))
+        for k, (name, start) in enumerate(zip(names, starts, strict=True))
+    ]
+    if norm is not None:
+        expected = math.hypot(*map(float, norms))
+        assert abs(float(norm) - expected) <= ROUNDING[case.get("precision", "fp32")] * expected, (norm, norms)
 
 
 def note(losses: dict[str, list[float]], engine: Any, limit: int = STEPS) -> None:
@@ -85,7 +92,8 @@ def alike_alone(
     losses: list[float],
     *,
     is_spoilt: bool,
-) -> None:
+) -> Any:
+    """Returns the norm of the last step's gradients."""
     precision = case.get("precision", "fp32")
     tolerance, rounding = TOLERANCES[precision], ROUNDING[precision]
     alone = alone_engine(case, name, start)
@@ -104,6 +112,7 @@ def alike_alone(
         mine = found[f"{int(index) + start}.{rest}" if index.isdigit() else f"{index}.{name}/{rest}"]
         assert error(mine, value) < tolerance, (name, weight, error(mine, value))
     alone.destroy()
+    return alone.get_global_grad_norm()
 
 
 def spoil(engine: Any, start: int, microbatches: int) -> None:

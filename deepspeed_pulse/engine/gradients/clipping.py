@@ -63,7 +63,8 @@ class OwnNorms:
         """Scale gradients so that the norm of each backbone is at most ``gradient_clipping``; collective.
 
         Called after the reduction over replicas. ``only``: of that one, where those of others are not whole. Returns
-        the norm of all gradients before; None without clipping.
+        the square of each backbone's norm before, float32, on the device, 0 of others than ``only``; None without
+        clipping.
         """
         if self._max_norm <= 0:
             return None
@@ -82,7 +83,7 @@ class OwnNorms:
         for gradient, _, index in parts:
             if index is not None:
                 gradient.mul_(scales[index])
-        return squares.sum().sqrt()
+        return squares
 
     def _parts(self) -> Iterator[Part]:
         optimizer = self._engine.optimizer

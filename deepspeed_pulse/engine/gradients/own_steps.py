@@ -176,6 +176,8 @@ class OwnSteps:
         self._engine, self._norms, self._count = engine, norms, count
         self._before: Values = ()
         self._now: Values = ()
+        self._squares: dict[int, torch.Tensor | None] = {}
+        """By backbone, of the norm of its gradients in the last step that it has ended; None where it is not known."""
         optimizer = engine.optimizer
         kinds = ((BF16_Optimizer, _BF16), (DeepSpeedZeroOptimizer, _ZERO_1))
         self._flat = next((flat for kind, flat in kinds if isinstance(optimizer, kind)), None)
@@ -216,10 +218,12 @@ class OwnSteps:
             )
         return owners.pop() if owners else 0
 
-    def begin(self) -> None:
-        """A step begins: remember what learning rates are its own."""
+    def begin(self, *, anew: bool) -> None:
+        """A step begins: remember what learning rates are its own. ``anew``: no backbone is in the midst of one."""
         if not {OptimizerStep, ReduceGrads, ReduceTiedGrads}.isdisjoint(replaced_instructions()):
             raise self._refused("an instruction of DeepSpeed's schedule that the program has replaced")
+        if anew:
+            self._squares.clear()
         self._before, self._now = self._now, self._values()
 
     def _values(self) -> Values:
@@ -230,7 +234,7 @@ class OwnSteps:
     def end(self, backbone: int, *, earlier: bool) -> None:
         """Sum a backbone's gradients, clip them, and step; collective. ``earlier``: it is the step before that ends."""
         self._reduce(backbone)
-        self._norms.clip(backbone)
+        squares = self._norms.clip(backbone)
         present = self._values()
         self._set(self._before if earlier else self._now)
         with self._only(backbone):
@@ -238,7 +242,23 @@ class OwnSteps:
             self._engine.optimizer.step()
             torch.clear_autocast_cache()  # the backbone's next forward may come in this call of train_batch
             self._clear(backbone)
+        self._squares[backbone] = self._found_by_optimizer() if squares is None else squares[backbone]
         self._set(present)
+
+    def _found_by_optimizer(self) -> torch.Tensor | None:
+        """The square of the norm that an optimizer has looked for by itself, as DeepSpeed's for bf16 does."""
+        norm = getattr(self._engine.optimizer, "_global_grad_norm", None)
+        if norm is None:
+            return None
+        return torch.as_tensor(norm, dtype=torch.float32, device=self._engine.device).square()
+
+    def norm(self) -> torch.Tensor | None:
+        """Of all gradients before clipping, of the last step that each has ended since it began anew.
+
+        None where no backbone has ended one, or a norm is not known: without clipping in fp32 and under ZeRO-1.
+        """
+        found = [square for square in self._squares.values() if square is not None]
+        return torch.stack(found).sum().sqrt() if found and len(found) == len(self._squares) else None
 
     def _set(self, values: Values) -> None:
         for group, own in zip(self._engine.optimizer.param_groups, values, strict=True):

@@ -38,10 +38,11 @@ NAMES = {
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.bf16_optimizer": "BF16_Optimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": """
-        _create_param_mapping _hp_grad _hp_mapping _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state
-        _link_all_hp_params _param_slice_mappings _update_hp_grad bf16_groups clear_lp_grads clip_grad
-        fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients get_grads_for_norm grad_acc_dtype
-        immediate_grad_update optimizer param_groups refresh_fp32_params scale_if_loss state step zero_grad
+        _create_param_mapping _global_grad_norm _hp_grad _hp_mapping _hp_optimizer_states_linked
+        _lazy_init_hp_params_optimizer_state _link_all_hp_params _param_slice_mappings _update_hp_grad bf16_groups
+        clear_lp_grads clip_grad fp32_groups_flat_partition fp32_groups_gradients fp32_groups_has_gradients
+        get_grads_for_norm grad_acc_dtype immediate_grad_update optimizer param_groups refresh_fp32_params scale_if_loss
+        state step zero_grad
     """,
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "TorchCheckpointEngine",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine": "load save",
@@ -57,15 +58,15 @@ NAMES = {
     "deepspeed.runtime.engine.EngineTimers": "backward_reduce_timers forward_timers",
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": """
-        clip_grad dynamic_loss_scale fp16_groups fp32_groups_flat loss_scale loss_scale_config optimizer param_groups
-        refresh_fp32_params state step zero_grad
+        _global_grad_norm clip_grad dynamic_loss_scale fp16_groups fp32_groups_flat loss_scale loss_scale_config
+        optimizer param_groups refresh_fp32_params state step zero_grad
     """,
     "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": "dynamic",
     "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": """
-        clip_grad fp16_groups fp32_groups loss_scale loss_scale_config optimizer param_groups refresh_fp32_params state
-        step zero_grad
+        _global_grad_norm clip_grad fp16_groups fp32_groups loss_scale loss_scale_config optimizer param_groups
+        refresh_fp32_params state step zero_grad
     """,
     "deepspeed.runtime.pipe.engine": """
         BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER PIPE_SEND_OUTPUT_TIMER
@@ -121,7 +122,7 @@ NAMES = {
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": """
-        _create_optimizer_mapping _create_param_mapping _hp_mapping _hp_optimizer_states_linked
+        _create_optimizer_mapping _create_param_mapping _global_grad_norm _hp_mapping _hp_optimizer_states_linked
         _lazy_init_hp_params_optimizer_state _link_all_hp_params _param_slice_mappings averaged_gradients bit16_groups
         clip_grad cpu_offload elastic_checkpoint gradient_accumulation_dtype loss_scale loss_scaler optimizer
         param_groups params_in_partition reduce_bucket_size refresh_fp32_params round_robin_bit16_groups
