@@ -30,6 +30,7 @@ from deepspeed_pulse.engine.gradients.completion import (
     sum_tied,
 )
 from deepspeed_pulse.engine.gradients.memory import held_always, held_in_bucket, held_in_step
+from deepspeed_pulse.engine.gradients.missed import Missed
 from deepspeed_pulse.engine.gradients.own_steps import OwnSteps, counting_only, split_groups, split_optimizer
 from deepspeed_pulse.engine.gradients.placeholders import check_groups, completed
 from deepspeed_pulse.engine.gradients.reduction import EarlyReduction
@@ -102,6 +103,7 @@ class PulseEngine(CommonEngine, EngineWithSeams):
         self._own_steps: OwnSteps | None = None
         if self._own_norms is not None and module.job.may_step_apart:
             self._own_steps = OwnSteps(self, self._own_norms, lambda held: self._runtime.holdings.count_step(held))
+        self._missed = Missed([str(head.name) for head in module.job.heads])
         self._micro_batches_begun = self.micro_batches
         self._unfinished = Unfinished(self)
         self._device = EngineDevice(seat.device, losses.accumulating, losses.scale)
@@ -313,11 +315,15 @@ class PulseEngine(CommonEngine, EngineWithSeams):
                 super()._take_model_step(*args, **kwargs)
             self._global_grad_norm = self._own_steps.norm()
             return
-        squares = None if self._own_norms is None else self._own_norms.clip()
+        squares, skipped = None if self._own_norms is None else self._own_norms.clip(), self.skipped_steps
         self._runtime.holdings.count_step(held_in_step(self))
         super()._take_model_step(*args, **kwargs)
         if squares is not None:
             self._global_grad_norm = squares.sum().sqrt()
+        if self.module.has_several and self.skipped_steps > skipped and not self.fp16_enabled():
+            said = self._missed.told(self.global_steps, squares)
+            if said is not None and self.global_rank == 0:
+                print(f"pulse: {said}", flush=True)
 
     def clip_fp32_gradients(self) -> None:
         """As upstream, unless several backbones have been clipped already."""

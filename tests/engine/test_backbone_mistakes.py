@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.backbone_mistake_ranks import write_files
 from support.told import Found, assert_told, found_by
 
 from deepspeed_pulse.engine.gradients.clipping import OwnNorms
+from deepspeed_pulse.engine.gradients.missed import Missed
 from deepspeed_pulse.errors import ConfigError
 
 EACH = "a dict with a part for each backbone (base, upper), found"
@@ -131,3 +133,12 @@ def test_gradients_on_the_host_are_not_clipped_apart() -> None:
     with pytest.raises(ConfigError, match=r"with zero_optimization\.offload_optimizer .*: expected 0, found 0\.5"):
         OwnNorms(SimpleNamespace(gradient_clipping=lambda: 0.5, **options), lambda parameter: 0, 2)
     assert OwnNorms(SimpleNamespace(gradient_clipping=lambda: 0.0, **options), lambda parameter: 0, 2).clip() is None
+
+
+def test_a_step_that_one_backbone_missed_for_another_is_told_once() -> None:
+    """Whose gradients it was is said where norms are known; where it was all of them, nobody missed anything."""
+    missed, inf = Missed(["base", "upper"]), float("inf")
+    assert missed.told(1, torch.tensor([inf, float("nan")])) is None
+    assert "step 2: gradients of upper are not finite, so" in str(missed.told(2, torch.tensor([1.0, inf])))
+    assert missed.told(3, torch.tensor([1.0, inf])) is None
+    assert "step 1: gradients are not finite, so" in str(Missed(["base", "upper"]).told(1, None))

@@ -48,6 +48,7 @@ def some(world: int) -> list[dict[str, Any]]:
         {"P": P, "M": 1, "set": "two toys", "directions": "same", "interval": 1, "rates": [0.05, 0.01]},
         {"P": max(1, P // 2), "M": 2, "set": "two toys", "directions": "opposite", "zero": 1, "clip": 0.1},
         {"P": P, "M": 2, "set": "two unets", "directions": "opposite"},
+        {**opposite, "M": 2, "set": "two toys", "zero": 1, "clip": 0.1, "spoilt": 1},
     ]
 
 

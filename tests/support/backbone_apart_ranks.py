@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from support.backbone_ranks import (
     joint_data,
     joint_engine,
     parts_of,
+    spoil,
     weights,
 )
 from support.parity import run_sharing
@@ -113,14 +113,6 @@ def alike_alone(
         assert error(mine, value) < tolerance, (name, weight, error(mine, value))
     alone.destroy()
     return alone.get_global_grad_norm()
-
-
-def spoil(engine: Any, start: int, microbatches: int) -> None:
-    """A gradient of the backbone whose layers begin at ``start`` is not finite in its second step."""
-    parameter = dict(engine.module.named_parameters()).get(f"{start + 3}.inner.weight")
-    if parameter is not None:
-        count = itertools.count()
-        parameter.register_hook(lambda grad: torch.full_like(grad, torch.inf) if next(count) == microbatches else grad)
 
 
 def scheduled(engine: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,8 +272,35 @@ def with_results(batch: Any) -> Any:
     return found, labels
 
 
+def spoil(engine: Any, start: int, microbatches: int) -> None:
+    """A gradient of the backbone whose layers begin at ``start`` is not finite in its second step."""
+    parameter = dict(engine.module.named_parameters()).get(f"{start + 3}.inner.weight")
+    if parameter is not None:
+        count = itertools.count()
+        parameter.register_hook(lambda grad: torch.full_like(grad, torch.inf) if next(count) == microbatches else grad)
+
+
+def misses(case: dict[str, Any]) -> None:
+    """All miss a step for gradients of one, and that is said."""
+    engine, said = joint_engine(case), io.StringIO()
+    data = joint_data(case, 0, engine.grid.data_parallel_id)
+    spoil(engine, engine.module.job.heads[case["spoilt"]].layers.start, case["M"])
+    engine.train_batch(data)
+    before = weights(engine)
+    with redirect_stdout(said):
+        engine.train_batch(data)
+    found = weights(engine)
+    assert engine.skipped_steps == 1 and all(torch.equal(found[name], value) for name, value in before.items())
+    whose = f" of {list(parts_of(case))[case['spoilt']]}" if "clip" in case else ""
+    told = f"pulse: warning: step 2: gradients{whose} are not finite, so DeepSpeed's optimizer dropped the step of all"
+    assert said.getvalue().count(told) == (engine.global_rank == 0), said.getvalue()
+    engine.train_batch(data)
+    assert any(not torch.equal(value, before[name]) for name, value in weights(engine).items()) == bool(before)
+    engine.destroy()
+
+
 def run_cases(cases: list[dict[str, Any]]) -> None:
-    run_sharing(cases, trains_alike)
+    run_sharing(cases, lambda case: (misses if "spoilt" in case else trains_alike)(case))
 
 
 def resumes(arguments: dict[str, Any]) -> None:

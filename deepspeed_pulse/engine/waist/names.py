@@ -89,9 +89,9 @@ NAMES = {
         local_rank loss losses lr_scheduler micro_batches module_state_dict monitor mp_world_size mpu num_stages
         optimizer optimizer_name optimizer_params outputs param_names pipe_buffers pipeline_enable_backward_allreduce
         postscale_gradients reset_activation_shape save_16bit_model save_checkpoint save_zero_checkpoint
-        set_dataiterator set_dataloader set_train_batch_size stage_id steps_per_print timers total_additional_losses
-        total_loss train_batch train_micro_batch_size_per_gpu training_dataloader use_node_local_storage
-        using_bf16_optimizer wall_clock_breakdown zero_grad zero_optimization
+        set_dataiterator set_dataloader set_train_batch_size skipped_steps stage_id steps_per_print timers
+        total_additional_losses total_loss train_batch train_micro_batch_size_per_gpu training_dataloader
+        use_node_local_storage using_bf16_optimizer wall_clock_breakdown zero_grad zero_optimization
         zero_optimization_stage zero_use_cpu_optimizer
     """,
     "deepspeed.runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
