@@ -19,6 +19,7 @@ from support.damage_ranks import check_error, error_of, everything, report, same
 from support.parity import share_groups
 from support.resume_ranks import Job, engine_of, train
 
+from deepspeed_pulse.engine.checkpoints import claim
 from deepspeed_pulse.engine.checkpoints.claim import LOCK_FILE
 from deepspeed_pulse.engine.checkpoints.digests import HashedFile
 from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder
@@ -390,14 +391,14 @@ def two_jobs(case: dict[str, Any]) -> None:
         return
     wait_for(signs / "saved")
     files = files_in(folder)
-    found = told(error_of(lambda: engine.save_checkpoint(folder, "step")))
+    with patch.object(claim, "WAIT_SECONDS", 0.0):
+        found = told(error_of(lambda: engine.save_checkpoint(folder, "step")))
     problem = check_error(found, f"another job saves into this folder (host {socket.gethostname()}, process ")
     assert not problem and files_in(folder) == files, problem
     engine.load_checkpoint(folder)  # reading is no business of the other job
     tell(signs / "refused")
     wait_for(signs / "first.pid")
-    while told(error_of(lambda: engine.save_checkpoint(folder, "step")))[0][0] != "nothing":
-        time.sleep(0.05)
+    engine.save_checkpoint(folder, "step")  # waits until the first is gone
     engine.load_checkpoint(folder)
 
 

@@ -175,7 +175,8 @@ class CheckpointFolder:
         """A save that died between its two renames left the old checkpoint under another name: take it back."""
         if self._replaced.is_dir() and not self._final.exists():
             with claimed(self.save_dir):
-                rename(self._replaced, self._final)
+                if not self._final.exists():  # the save of another job may have ended meanwhile
+                    rename(self._replaced, self._final)
 
 
 def check_tag(tag: str) -> None:

@@ -51,6 +51,7 @@ class Saving:
             everywhere(lambda: _writing(folder.save_dir, act) if leader else None, f"saving {folder.save_dir}")
 
         on_leader(folder.prepare)
+        engine.module.ranks.got_on()  # another job's end may have been waited for
         try:
             kept = {**client_state, RECORD: replace(record, parameters=()).to_json()}
             digests = self._write_files(folder, kept, exclude_frozen_parameters)
