@@ -174,7 +174,7 @@ class CommonEngine(PipelineEngine):
                 backbones a list, one of each; more of one are saved beside it, with ``EMA.save(folder)``.
             checkpoints_total_limit: when this checkpoint is there, so many of its series stay, the last written:
                 those whose tags differ from this one in the number at their end. Never removed: this one, the one
-                that ``latest`` names, and tags of another kind.
+                that ``latest`` names, and tags of another kind. Files are deleted while training goes on.
 
         Raises:
             ConfigError: the tag is no name, ranks gave different ones, or client state could not be loaded again.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from deepspeed_pulse.engine.checkpoints import files
-from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder
+from deepspeed_pulse.engine.checkpoints import files, removal
+from deepspeed_pulse.engine.checkpoints.files import CheckpointFolder, find_tag
 from deepspeed_pulse.engine.checkpoints.record import RECORD_FILE
 
 
@@ -25,6 +27,8 @@ def whole(folder: Path, *tags: str, latest: str | None = None) -> None:
 
 
 def names(folder: Path) -> list[str]:
+    """What is there when all is deleted that is to be."""
+    removal.wait()
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
@@ -54,15 +58,44 @@ def test_a_removal_that_is_cut_short_leaves_whole_checkpoints_and_ends_with_the_
     whole(tmp_path, "step1", "step2", "step3")
 
     def killed(path: Path, *_: object) -> None:
-        if killed_at == "rmtree":
-            (path / RECORD_FILE).unlink()
-        raise KeyboardInterrupt
+        if killed_at == "rename":
+            raise KeyboardInterrupt
+        (path / RECORD_FILE).unlink()
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    end = pytest.raises(KeyboardInterrupt) if killed_at == "rename" else nullcontext()
+    with monkeypatch.context() as patched, end:
         patched.setattr(*((files, "rename") if killed_at == "rename" else (shutil, "rmtree")), killed)
         CheckpointFolder(tmp_path, "step3").keep(2)
+        removal.wait()
     assert [name for name in names(tmp_path) if name.startswith("step") and not name.endswith(".removed")] == (
         ["step1", "step2", "step3"] if killed_at == "rename" else ["step2", "step3"]
     )
     CheckpointFolder(tmp_path, "step3").keep(2)
     assert names(tmp_path) == ["step2", "step3"]
+
+
+def test_training_goes_on_while_files_are_deleted_and_a_tag_may_come_again(tmp_path, monkeypatch):
+    go_on, rmtree = threading.Event(), shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: go_on.wait() and rmtree(path))
+    whole(tmp_path, "step1", "step2")
+    CheckpointFolder(tmp_path, "step2").keep(1)
+    whole(tmp_path, "step1", latest="step2")
+    CheckpointFolder(tmp_path, "step2").keep(1)
+    left = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert left == ["step1.1.removed", "step1.removed", "step2"] and find_tag(tmp_path, None) == "step2"
+    go_on.set()
+    assert names(tmp_path) == ["step2"]
+
+
+def test_what_cannot_be_deleted_is_told_and_tried_again(tmp_path, monkeypatch, capsys):
+    def fails(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    whole(tmp_path, "step1", "step2")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", fails)
+        CheckpointFolder(tmp_path, "step2").keep(1)
+        assert names(tmp_path) == ["step1.removed", "step2"]
+    assert "step1.removed: an older checkpoint is not deleted: [Errno 13]" in capsys.readouterr().out
+    CheckpointFolder(tmp_path, "step2").keep(1)
+    assert names(tmp_path) == ["step2"]

@@ -19,6 +19,7 @@ from support.reference import error
 from support.small_models import small_sd_unet
 from support.small_unet import unet_batch
 
+from deepspeed_pulse.engine.checkpoints import removal
 from deepspeed_pulse.models import EMA, freeze, gather_model, save_lora, save_pretrained, to_layers
 from deepspeed_pulse.models.weights.folder import WEIGHTS
 from deepspeed_pulse.models.weights.lora import DIFFUSERS_WEIGHTS
@@ -186,6 +187,7 @@ def save_everything(engine: Any, ema: EMA, case: dict[str, Any], trained: Any, a
     save_pretrained(engine, out / "unet", ema=ema)
     for step in range(3):
         engine.save_checkpoint(str(out / "checkpoint"), tag=f"step{step}", ema=ema, checkpoints_total_limit=2)
+    removal.wait()
     torch.distributed.barrier()
     assert sorted(path.name for path in (out / "checkpoint").iterdir() if path.is_dir()) == ["step1", "step2"]
     check_gathered(engine, ema, trained, average)

@@ -6,6 +6,7 @@ finds the whole checkpoint or the one before. ``latest`` is written last, the sa
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -19,12 +20,16 @@ from deepspeed_pulse.engine.checkpoints.claim import LOCK_FILE, claim, claimed
 from deepspeed_pulse.engine.checkpoints.digests import HashedFile, Verifier
 from deepspeed_pulse.engine.checkpoints.reading import check_loads_again, load_safely
 from deepspeed_pulse.engine.checkpoints.record import RECORD_FILE
+from deepspeed_pulse.engine.checkpoints.removal import remove_beside
 from deepspeed_pulse.errors import ConfigError, FileError
 from deepspeed_pulse.ir.run import RUN_FILE
 
 LATEST = "latest"
 WRITING, REPLACED, REMOVED = ".writing", ".replaced", ".removed"
 """What a tag's folder is called while it is written, while another takes its place, and while it is removed."""
+
+NO_TAGS = (WRITING, REPLACED, REMOVED)
+"""What names of folders end with that are no checkpoints."""
 
 EMA_FOLDER = "ema"
 """Of averaged weights, inside a checkpoint."""
@@ -151,20 +156,24 @@ class CheckpointFolder:
         """Of the checkpoints whose tags differ from this one in the number at their end, keep the last ``limit``.
 
         Called when this one is there; it stays, and so does the one that ``latest`` names. A folder loses its name
-        before its files, so what has a name is whole; what a process that died has left of one goes with the next. An
-        :class:`OSError` says that one cannot be removed.
+        before its files, so what has a name is whole. Files go in a thread (:func:`remove_beside`), with what a process
+        that died has left of others. An :class:`OSError` says that one keeps its name.
         """
-        for left in self.save_dir.glob(f"*{REMOVED}"):
-            shutil.rmtree(left)
         stays = {self.tag, find_tag(self.save_dir, None)}
         # by time: a run that goes on from an earlier step overtakes numbers that are there
         found = sorted(
             filter(self._is_alike, self.save_dir.iterdir()), key=lambda path: (path / RECORD_FILE).stat().st_mtime_ns
         )
-        for path in [path for path in found if path.name not in stays][: max(0, len(found) - limit)]:
-            removed = path.with_name(f"{path.name}{REMOVED}")
-            rename(path, removed)
-            shutil.rmtree(removed)
+        try:
+            for path in [path for path in found if path.name not in stays][: max(0, len(found) - limit)]:
+                rename(path, self._name_of_removed(path.name))
+        finally:
+            remove_beside(self.save_dir, f"*{REMOVED}")
+
+    def _name_of_removed(self, tag: str) -> Path:
+        """One that is free: files of an earlier checkpoint with this tag may still be there."""
+        names = (f"{tag}{f'.{again}' if again else ''}{REMOVED}" for again in itertools.count())
+        return next(path for path in map(self.save_dir.joinpath, names) if not path.exists())
 
     def _is_alike(self, path: Path) -> bool:
         """True for a whole checkpoint of the same series: ``step20`` beside ``step10``."""
@@ -181,7 +190,7 @@ class CheckpointFolder:
 
 def check_tag(tag: str) -> None:
     """Raise a :class:`ConfigError` for a tag that is no name of one folder, or one with a meaning of its own there."""
-    taken = tag in (LATEST, "latest_universal", LOCK_FILE, RUN_FILE) or tag.endswith((WRITING, REPLACED, REMOVED))
+    taken = tag in (LATEST, "latest_universal", LOCK_FILE, RUN_FILE) or tag.endswith(NO_TAGS)
     if not tag.strip() or tag in (".", "..") or taken or any(c in tag for c in "/\\\0\n\r"):
         raise ConfigError(
             f"tag: expected the name of one folder, found {tag!r}: no path, not empty, and not {LATEST!r} or another "

@@ -13,7 +13,7 @@ import torch
 from deepspeed_pulse.engine.checkpoints import averages, universal
 from deepspeed_pulse.engine.checkpoints.backbone import Match, load_layers, own_names, renamed, weights_as_state
 from deepspeed_pulse.engine.checkpoints.digests import read_sums
-from deepspeed_pulse.engine.checkpoints.files import LATEST, CheckpointFolder, find_tag
+from deepspeed_pulse.engine.checkpoints.files import LATEST, NO_TAGS, CheckpointFolder, find_tag
 from deepspeed_pulse.engine.checkpoints.optimizer_state import (
     SavedState,
     check_state,
@@ -123,7 +123,8 @@ class Loading:
         except OSError as problem:
             raise FileError(f"{load_dir}: {tag} cannot be taken back from {problem.filename}: {problem}") from None
         if not (Path(load_dir) / tag).is_dir():
-            tags = sorted({path.parent.name for path in Path(load_dir).glob("*/*_model_states.pt")})
+            folders = {path.parent.name for path in Path(load_dir).glob("*/*_model_states.pt")}
+            tags = sorted(name for name in folders if not name.endswith(NO_TAGS))
             raise FileError(
                 f"{load_dir}: expected a checkpoint {tag!r}, found {', '.join(tags) or 'none'}; "
                 "give the tag of one that is there"
