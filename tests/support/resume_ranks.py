@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from support.fused import fused_adamw
@@ -16,6 +19,9 @@ from support.precision_ranks import allow_fp16, cast, mse
 from support.toy import toy_batch, toy_layers
 
 from deepspeed_pulse.engine.checkpoints.digests import SUMS_FILE, digest_of, write_sums
+from deepspeed_pulse.engine.checkpoints.files import SafeCheckpointEngine
+from deepspeed_pulse.engine.checkpoints.optimizer_state import own_parts
+from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.errors import PulseError
 
 GLOBAL_MICROBATCHES = 4
@@ -137,7 +143,9 @@ def resumes(case: dict[str, Any]) -> None:
         engine.destroy()
         for target in (Job(**options) for options in targets):
             engine = engine_of(target)
-            _, state = engine.load_checkpoint(place)
+            with opened() as files:
+                _, state = engine.load_checkpoint(place)
+            check_opened(engine, place / f"global_step{BEFORE}", files)
             assert state["note"] == 7 and engine.global_steps == BEFORE
             assert scale_of(engine) == scale, (base, target, scale_of(engine), scale)
             assert all(torch.equal(p, weights[name]) for name, p in full_weights(engine).items()), (base, target)
@@ -151,6 +159,38 @@ def resumes(case: dict[str, Any]) -> None:
     if case.get("naive"):
         naive_load_diverges(folder / "naive")
     print("PASSED", flush=True)
+
+
+@contextmanager
+def opened() -> Iterator[set[str]]:
+    """Names of the files with parts of flat buffers that this rank reads inside."""
+    found: set[str] = set()
+    genuine = SafeCheckpointEngine._read
+
+    def read(self: Any, path: Path, map_location: Any) -> Any:
+        found.update({path.name} if path.match("*_optim_states.pt") else ())
+        return genuine(self, path, map_location)
+
+    with patch.object(SafeCheckpointEngine, "_read", read):
+        yield found
+
+
+def check_opened(engine: Any, folder: Path, files: set[str]) -> None:
+    """Its own under the same layout; else those that hold its numbers, and one of each rank that has others' only."""
+    saved = CheckpointRecord.read(folder)
+    assert saved is not None
+    if saved.same_layout(CheckpointRecord.of(engine)):
+        assert len(files) == bool(saved.zero_stage), files
+        return
+    mine, held, seen = own_parts(engine.optimizer, engine.param_names), set(), Counter[str]()
+    for path in sorted(folder.glob("*_optim_states.pt")):
+        for addresses in torch.load(path, weights_only=False)["optimizer_state_dict"]["param_slice_mappings"]:
+            for name, address in addresses.items():
+                if set(mine.get(name, ())) & set(range(seen[name], seen[name] + address.numel)):
+                    held.add(path.name)
+                seen[name] += address.numel
+    ranks, more = ([name.partition("_mp_rank_")[2] for name in names] for names in (held, files - held))
+    assert held <= files and len(set(more)) == len(more) and not set(ranks) & set(more), (held, files)
 
 
 def check_weights_alone(engine: Any, saved: dict[str, torch.Tensor]) -> None:

@@ -114,6 +114,7 @@ def renamed(state: SavedState, names: Mapping[str, str], groups: Groups, optimiz
     mixed = {name for group in groups for name in group if mine.intersection(group) and not _within(group, mine)}
     found = SavedState(
         tensors={names[name]: value for name, value in state.tensors.items()},
+        parts={names[name]: part for name, part in state.parts.items()},
         scalars={names[name]: value for name, value in state.scalars.items()},
         options={names[n]: value for n, value in state.options.items() if n in names and names[n] not in mixed},
     )

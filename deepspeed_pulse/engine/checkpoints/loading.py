@@ -17,6 +17,7 @@ from deepspeed_pulse.engine.checkpoints.files import LATEST, NO_TAGS, Checkpoint
 from deepspeed_pulse.engine.checkpoints.optimizer_state import (
     SavedState,
     check_state,
+    own_parts,
     read_state,
     refresh_copies,
     with_copies,
@@ -25,7 +26,6 @@ from deepspeed_pulse.engine.checkpoints.optimizer_state import (
 from deepspeed_pulse.engine.checkpoints.reading import RECORD, RESERVED, check_layer, check_whole
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord
 from deepspeed_pulse.engine.collectives import agree, everywhere, raise_everywhere, told_by_all
-from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.memory_order import lay_as_weights
 from deepspeed_pulse.errors import ConfigError, FileError, PlanError
 
@@ -285,20 +285,21 @@ class Loading:
                 "load no optimizer state (load_optimizer_states=False)"
             )
         engine, groups = self._engine, mine.parameters[self._engine.stage_id]
+        parts = own_parts(engine.optimizer, engine.param_names)
 
         def load(rank: int, replica: int | None) -> Any:
             return self._saved_content(where, rank, replica)
 
         if match is None:
             saved.check_fits(mine, str(where))
-            wanted = {n for group in groups for n in group if not is_placeholder(n)}
-            state = read_state(saved, wanted, load, str(where), sizes)
+            state = read_state(saved, parts, load, str(where), sizes)
         else:
             saved.check_trained_alike(mine, str(where))
             trained = {p: name for p, name in engine.param_names.items() if any(name in group for group in groups)}
             names = own_names(match, trained)
             there = {match.name_there(name) or name: size for name, size in sizes.items()}
-            state = renamed(read_state(saved, set(names), load, str(where), there), names, groups, engine.optimizer)
+            wanted = {name: parts[own] for name, own in names.items()}
+            state = renamed(read_state(saved, wanted, load, str(where), there), names, groups, engine.optimizer)
         check_state(engine.optimizer, engine.param_names, state)
         return state
 

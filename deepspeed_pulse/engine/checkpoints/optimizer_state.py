@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from deepspeed_pulse.engine.checkpoints.cut import Cut, common
 from deepspeed_pulse.engine.checkpoints.record import CheckpointRecord, parameter_names
 from deepspeed_pulse.engine.gradients.placeholders import is_placeholder
 from deepspeed_pulse.engine.gradients.scaling import keep_scale, set_scale
@@ -38,6 +40,9 @@ Load = Callable[[int, int | None], Any]
 Groups = Sequence[Sequence[str]]
 """Per parameter group, names of its parameters."""
 
+_GAPS = "param_alignment_paddings"
+"""Key of what newer versions put between parameters (``zero_optimization.parameter_alignment``)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
@@ -45,12 +50,14 @@ class SavedState:
 
     Attributes:
         tensors: per parameter, tensors by key (``exp_avg``, ..., and :data:`MASTER`), flat ones out of flat buffers.
+        parts: which numbers of a parameter those flat ones are; all of one that is not in here.
         scalars: per parameter that was read, what counts for all of it (``step``); nothing where it has made no step.
         options: per parameter, learning rate and the like of its group.
         scale: where dynamic loss scaling stands; empty without it.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    parts: dict[str, range] = field(default_factory=dict)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     scale: dict[str, Any] = field(default_factory=dict)
@@ -105,10 +112,25 @@ def with_copies(saved: SavedState, weights: SavedState) -> SavedState:
     return replace(saved, tensors={**saved.tensors, **tensors})
 
 
+def own_parts(optimizer: Any, names: Mapping[Any, str]) -> dict[str, range]:
+    """Of each parameter that an engine's optimizer trains, the numbers that this rank steps; none where others do."""
+    in_buffers = _buffers(optimizer) is not None
+    found = {}
+    for group in parameter_groups(optimizer):
+        if in_buffers:
+            found.update({names[parameter]: range(0) for parameter in group})
+            found.update({names[parameter]: range(low, low + n) for parameter, low, _, n in _fragments(group)})
+        else:
+            found.update({names[parameter]: range(parameter.numel()) for parameter in group})
+    return {name: part for name, part in found.items() if not is_placeholder(name)}
+
+
 def read_state(
-    record: CheckpointRecord, wanted: set[str], load: Load, where: str, sizes: Mapping[str, int]
+    record: CheckpointRecord, wanted: Mapping[str, range], load: Load, where: str, sizes: Mapping[str, int]
 ) -> SavedState:
-    """State of the parameters ``wanted``; each file that has some is read once and dropped.
+    """State of the numbers ``wanted`` of parameters; each file that has some is read once and dropped.
+
+    Of a flat buffer that was cut over replicas, no file is opened that has none of them, but one for its options.
 
     Args:
         sizes: numbers in each parameter of the model, the addresses in buffers that have none.
@@ -121,8 +143,8 @@ def read_state(
         here = missing & {name for group in groups for name in group}
         if here:
             if record.partitioned:
-                files = (load(rank, replica) for replica in range(record.data_parallel))
-                _read_partitioned(saved, groups, here, files)
+                parts = {name: wanted[name] for name in here if wanted[name]}
+                _read_partitioned(saved, groups, parts, partial(load, rank), record.data_parallel, sizes)
             else:
                 _read_whole(saved, groups, here, load(rank, None)["optimizer"], sizes)
             missing -= here
@@ -165,28 +187,81 @@ def _read_whole(
     saved.scale.update(keep_scale(state))
 
 
-def _read_partitioned(saved: SavedState, groups: Groups, names: set[str], files: Iterator[Any]) -> None:
-    pieces: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for file in files:
-        state = file[OPTIMIZER_STATE_DICT]
-        base = state[BASE_OPTIMIZER_STATE]
-        if not isinstance(base, Mapping):
-            raise PlanError(
-                "optimizer state written with zero_optimization.elastic_checkpoint, which leaves learning rates and "
-                "other options out: it goes on under the plan, number of ranks and ZeRO stage that wrote it only; "
-                "resume so, and save without that option, or load no optimizer state (load_optimizer_states=False)"
-            )
-        for index, mapping in enumerate(state[PARAM_SLICE_MAPPINGS]):
-            flat = {**base["state"].get(index, {}), MASTER: state[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
-            for name, address in mapping.items():
-                if name in names:
-                    pieces[name].append(_cut_out(flat, address.start, address.numel))
-        keep_options(saved, groups, base["param_groups"])
-        saved.scale.update(keep_scale(vars(state[LOSS_SCALER]) if LOSS_SCALER in state else {}))
-    for name, found in pieces.items():
-        # replicas hold the fragments of a parameter in order
-        whole = {k: torch.cat([piece[k] for piece in found]) if _is_flat(v) else v for k, v in found[0].items()}
-        _sort_in(saved, name, whole, _counters([whole]))
+def _read_partitioned(
+    saved: SavedState,
+    groups: Groups,
+    parts: Mapping[str, range],
+    load: Callable[[int], Any],
+    replicas: int,
+    sizes: Mapping[str, int],
+) -> None:
+    """Read ``parts`` of parameters, none of them empty, out of the files of replicas (``load``)."""
+    cuts = [Cut.of(group, replicas, sizes) for group in groups]
+    places = {name: (index, cut) for index, cut in enumerate(cuts) if cut is not None for name in cut.spans}
+    pieces = _pieces(saved, groups, parts, load, replicas, places) if places.keys() >= parts.keys() else None
+    if pieces is not None:
+        saved.parts.update(parts)
+    else:  # buffers that were laid out in another way: whole parameters, out of all files
+        pieces = {name: [] for name in parts}
+        for replica in range(replicas):
+            for addresses, flat in _flat_state(saved, groups, load(replica)):
+                for name in addresses.keys() & parts.keys():
+                    # replicas hold the fragments of a parameter in order
+                    pieces[name].append(_cut_out(flat, addresses[name].start, addresses[name].numel))
+    for name in parts:
+        found = pieces.pop(name)
+        state = {k: torch.cat([piece[k] for piece in found]) if _is_flat(v) else v for k, v in found[0].items()}
+        _sort_in(saved, name, state, _counters([state]))
+
+
+def _pieces(
+    saved: SavedState,
+    groups: Groups,
+    parts: Mapping[str, range],
+    load: Callable[[int], Any],
+    replicas: int,
+    places: Mapping[str, tuple[int, Cut]],
+) -> dict[str, list[dict[str, Any]]] | None:
+    """What makes up ``parts``, in order, by parameter; None where a file has them elsewhere than at ``places``."""
+    last = replicas - 1
+    needed = {replica for name, part in parts.items() for replica in places[name][1].replicas(name, part)} or {last}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
+    for replica in sorted(needed):
+        file = load(replica)
+        buffers = _flat_state(saved, groups, file)
+        if any(map(any, file[OPTIMIZER_STATE_DICT].get(_GAPS, ()))):
+            return None
+        for name, part in parts.items():
+            index, cut = places[name]
+            held, start = cut.held(name, replica)
+            mine = common(held, part)
+            if mine:
+                addresses, flat = buffers[index]
+                address = addresses.get(name)
+                if address is None or (address.start, address.numel) != (start, len(held)):
+                    return None
+                found[name].append(_cut_out(flat, start + mine.start - held.start, len(mine)))
+    if last not in needed and any(map(estimate_of, saved.options.values())):
+        _flat_state(saved, groups, load(last))  # replicas have adapted rates of their own, of which the last counts
+    return found
+
+
+def _flat_state(saved: SavedState, groups: Groups, file: Any) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """Per parameter group, addresses in a replica's part of its flat buffer, and that; notes options and the scale."""
+    state = file[OPTIMIZER_STATE_DICT]
+    base = state[BASE_OPTIMIZER_STATE]
+    if not isinstance(base, Mapping):
+        raise PlanError(
+            "optimizer state written with zero_optimization.elastic_checkpoint, which leaves learning rates and "
+            "other options out: it goes on under the plan, number of ranks and ZeRO stage that wrote it only; "
+            "resume so, and save without that option, or load no optimizer state (load_optimizer_states=False)"
+        )
+    keep_options(saved, groups, base["param_groups"])
+    saved.scale.update(keep_scale(vars(state[LOSS_SCALER]) if LOSS_SCALER in state else {}))
+    return [
+        (addresses, {**base["state"].get(index, {}), MASTER: state[SINGLE_PARTITION_OF_FP32_GROUPS][index]})
+        for index, addresses in enumerate(state[PARAM_SLICE_MAPPINGS])
+    ]
 
 
 def _cut_out(flat: Mapping[str, Any], start: int, count: int) -> dict[str, Any]:
@@ -243,9 +318,10 @@ def check_state(optimizer: Any, names: Mapping[Any, str], saved: SavedState) -> 
     in_buffers = _buffers(optimizer) is not None
     for parameter, name in names.items():
         for key, value in saved.tensors.get(name, {}).items():
-            if value.numel() != parameter.numel() and (in_buffers or key == MASTER):
+            count = len(saved.parts.get(name, range(parameter.numel())))
+            if value.numel() != count and (in_buffers or key == MASTER):
                 raise PlanError(
-                    f"optimizer state {key} of {name}: expected {parameter.numel()} numbers, one for each of the "
+                    f"optimizer state {key} of {name}: expected {count} numbers, one for each of the "
                     f"weight's, as flat buffers (ZeRO-1, bf16) have them, found {value.numel()}; use the ZeRO stage "
                     "that it was saved with, and the same model, or load no optimizer state "
                     "(load_optimizer_states=False)"
@@ -335,6 +411,7 @@ def _write_flat(
             for old in filter(_is_flat, state.values() if name in saved.scalars else ()):
                 old[high : high + count] = 0  # saved before its first step, it had none
             state.update({key: _copy(value) for key, value in saved.scalars.get(name, {}).items()})
+            low -= saved.parts[name].start if name in saved.parts else 0
             for key, value in saved.tensors.get(name, {}).items():
                 target = partition.data if key == MASTER else state.setdefault(key, torch.zeros_like(partition.data))
                 target[high : high + count].copy_(value.reshape(-1)[low : low + count])
