@@ -37,7 +37,8 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
     * A stage's output that was sent, as far as its activations do not keep it, a gradient, and a named value that was
       sent on live until the rank knows that its peer has them. A named value of the rank itself counts among the
       activations of its stage.
-
+    * A stage's output that stays on its rank, as far as its activations do not keep it, lives until the next stage's
+      ``F`` starts.
     * Of an extra forward: a hidden state and a named value that stay on the rank until the last extra forward that
       reads them ends; an estimate until the last forward that reads it does.
 
@@ -120,6 +121,8 @@ def _intervals(
         if span.work.op is Op.FORWARD:
             cut = problem.held_in_actions(stage, split=True).cut if (stage, m) in in_halves else 0
             yield span.rank, "activations", (start, life.end_ms[stage, m], problem.costs.activation_bytes[stage] + cut)
+            if (unkept := problem.costs.unkept_bytes[stage]) and (until := life.read_here_ms(stage, m)) is not None:
+                yield span.rank, "received", (span.end_ms, until, unkept)
         elif span.work.op is Op.EXTRA_FORWARD:
             for size, until in life.extra(stage, m):
                 yield span.rank, "received", (start, until, size)
@@ -244,6 +247,9 @@ class _Life:
         for (stage, m), end_ms in self._forward_ms.items():
             place = problem.placement[stage], m
             self.read_on_ms[place] = max(self.read_on_ms.get(place, 0.0), end_ms)
+        self._begin_ms = {
+            (span.work.stage, span.work.microbatch): span.start_ms for span in spans if span.work.op is Op.FORWARD
+        }
         self.end_ms: dict[tuple[int, int], float] = {}
         self.backwards: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
         """By stage and microbatch, when one starts and ends; of a split one, the half that gives gradients of what the
@@ -253,6 +259,13 @@ class _Life:
             self.end_ms[stage, m] = max(self.end_ms.get((stage, m), 0.0), span.end_ms)
             if span.work.op in (Op.BACKWARD, Op.INPUT_GRAD):
                 self.backwards[stage][m] = span.start_ms, span.end_ms
+
+    def read_here_ms(self, stage: int, m: int) -> float | None:
+        """When the forward starts that reads a stage's output on its own rank; None: none does."""
+        after, placement = self._problem.placement.after(stage), self._problem.placement
+        if after is None or placement[after] != placement[stage]:
+            return None
+        return self._begin_ms.get((after, m))
 
     def extra(self, stage: int, m: int) -> Iterator[tuple[int, float]]:
         """Bytes that a stage's extra forward leaves on its rank, and until when they are there."""

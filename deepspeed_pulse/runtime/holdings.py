@@ -79,6 +79,10 @@ class Holdings:
             received = self.live["received"] + buffers
             self._stats.peak_parts = {**self.live, "received": received, "sent": leaving, "workspace": workspace}
 
+    def hold(self, part: str, num_bytes: int) -> None:
+        """Bytes that stay of an action's workspace when it has ended; the next count looks how much is there."""
+        self.live[part] += num_bytes
+
     def drop(self, part: str, num_bytes: int) -> None:
         """Bytes that go, or that a message has taken over; the next count looks how much is there."""
         self.live[part] -= num_bytes

@@ -167,6 +167,8 @@ class RankRuntime:
         """Of each parameter, whether it did when boundaries agreed on which gradients they want."""
         self._kept: dict[tuple[int, int], int] = {}
         """Bytes of activations, by stage and microbatch."""
+        self._waiting: dict[tuple[int, int], int] = {}
+        """Bytes of hidden states that nothing else keeps, by the stage that reads them here and microbatch."""
         self._runs = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -327,6 +329,7 @@ class RankRuntime:
         self._drop_values(step)
         if self._training:
             self._count_gradients(step.action.microbatch)
+            self._count_waiting(step.action)
         if step.action in self._last_forwards:
             self._now.batches.release(step.action.microbatch)
         self._position += 1
@@ -380,6 +383,7 @@ class RankRuntime:
             hidden = self._now.batches.inputs(m, placement.backbone_of(stage))
         else:
             hidden = self._hidden.pop((stage, m))
+            self.holdings.drop("received", self._waiting.pop((stage, m), 0))
         leaves = self._leaves(hidden)
         entry = leaves if isinstance(hidden, tuple) else leaves[0] if leaves else hidden
         if INPUT in self._stages[stage].changes:
@@ -581,6 +585,13 @@ class RankRuntime:
         hidden = [g for (_, own), gradients in self._hidden_grads.items() if own == m for g in gradients]
         waiting = self._values.gradient_bytes(m) + num_bytes([g for g in hidden if g is not None])
         self.holdings.count_waiting(m, waiting)
+
+    def _count_waiting(self, action: Action) -> None:
+        """What a forward gave to the next stage of this rank, where its activations do not keep it."""
+        after, m = self._plan.placement.after(action.stage), action.microbatch
+        if action.op is Op.FORWARD and after is not None and (after, m) in self._hidden:
+            self._waiting[after, m] = self._now.shapes[m].unkept_bytes.get(action.stage, 0)
+            self.holdings.hold("received", self._waiting[after, m])
 
     def _held_extra(self) -> int:
         steps = (self._data,) if self._earlier is None or self._earlier is self._data else (self._data, self._earlier)

@@ -369,10 +369,18 @@ def test_receive_buffers_live_from_when_they_are_posted_until_they_are_used():
 
 def test_gradients_wait_for_the_backward_that_takes_them():
     """A value read on its own rank, and the hidden state at the turn of a wave."""
-    costs = profile([layer(activation_bytes=0, output_bytes=10)] * 2, [skip("v", 0, 1, 100)])
+    costs = profile([layer(activation_bytes=0, output_bytes=10, unkept_output_bytes=0)] * 2, [skip("v", 0, 1, 100)])
     found = plan((0, 0), 2, schedule=rows("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"), of=costs)
     (curve,) = simulate(found, costs, cluster()).memory
     assert [(round(time), live) for time, live in curve] == [(6, 110), (8, 210), (10, 100), (12, 0)]
+
+
+def test_a_hidden_state_that_stays_waits_for_the_forward_that_reads_it():
+    """As far as the stage that made it does not keep it; at once read, it is among what its stages work with."""
+    costs = profile([layer(activation_bytes=0, output_bytes=10, unkept_output_bytes=7)] * 2)
+    found = plan((0, 0), 2, schedule=rows("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1"))
+    (curve,) = simulate(found, costs, cluster()).memory
+    assert [(round(time), live) for time, live in curve] == [(1, 7), (2, 7), (3, 0)]
 
 
 @pytest.mark.parametrize(

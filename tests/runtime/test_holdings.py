@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from support.random_plans import random_plan
 from deepspeed_pulse.engine.measure.counter import count_layers
 from deepspeed_pulse.engine.plans.costs import skips_of
 from deepspeed_pulse.ir.graph import Graph, Layer
+from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import LayerCost, Profile
+from deepspeed_pulse.ir.schedule import Action
 from deepspeed_pulse.planner import simulate
 from deepspeed_pulse.planner.cost import default_cluster
 
@@ -78,3 +81,26 @@ def test_a_rank_counts_what_was_planned(seed: int) -> None:
     memory = simulate(plan, profile(), default_cluster(ranks, 10**9)).memory
     beyond = [found - max(size for _, size in curve) for found, curve in zip(counted, memory, strict=True)]
     assert set(beyond) <= {0, VALUE}, counted
+
+
+def test_a_hidden_state_that_stays_counts_until_its_reader_starts() -> None:
+    """Both stages are on one rank and keep nothing: while 0F2 runs, those of two microbatches wait."""
+    graph = Graph(layers=tuple(Layer(name=str(i)) for i in range(2)))
+    order = "0F0 0F1 0F2 1F0 1F1 1F2 1B0 0B0 1B1 0B1 1B2 0B2"
+    plan = Plan(
+        pipeline_ranks=1,
+        data_parallel=1,
+        microbatches=3,
+        microbatch_size=SHAPE[0],
+        boundaries=(0, 1, 2),
+        placement=(0, 0),
+        schedule=(tuple(map(Action.parse, order.split())),),
+    )
+    made = [torch.nn.Parameter(torch.zeros(SHAPE[1])) for _ in range(2)]
+    layers = [lambda x, weight=weight: x + weight for weight in made]
+    world = LocalWorld(plan, graph, layers, lambda output, m: output.mean())
+    (stats,) = world.step([(torch.ones(SHAPE), {})] * 3)
+    cost = replace(profile().layers[-1], activation_bytes=0)
+    (curve,) = simulate(plan, replace(profile(), layers=(cost, cost), skips=()), default_cluster(1, 10**9)).memory
+    assert stats.peak_live_bytes == max(size for _, size in curve) == 2 * VALUE
+    assert stats.peak_parts["received"] == 2 * VALUE
