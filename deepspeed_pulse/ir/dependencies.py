@@ -43,6 +43,12 @@ def results_needed(rank: int, work: FrozenWork, fill: Fill) -> tuple[Result, ...
     return (*before, *(Result(part.name, len(part.layers), work.microbatch, rank) for part in others))
 
 
+def results_read(fill: Fill) -> set[Result]:
+    """Everything that some frozen work must find on its rank."""
+    rows = enumerate(fill.rows)
+    return {result for rank, row in rows for filling in row for result in results_needed(rank, filling.work, fill)}
+
+
 def result_of(rank: int, work: FrozenWork) -> Result:
     """What there is afterwards, on this rank or on another."""
     if isinstance(work, HandOver):

@@ -49,7 +49,8 @@ def explain(
     frozen = {span.work: span.end_ms - span.start_ms for span in measured.frozen}
     with_frozen = run(problem, plan.schedule, durations={**as_paused, **frozen}).makespan_ms
     paused = {action: ms + pauses.get(action, 0.0) for action, ms in durations.items()}
-    with_pauses = run(problem, plan.schedule, durations={**paused, **frozen}).makespan_ms
+    handed = {} if plan.fill is None else {f.work: 0.0 for row in plan.fill.rows for f in row}  # among the pauses
+    with_pauses = run(problem, plan.schedule, durations={**handed, **paused, **frozen}).makespan_ms
     planned_step = planned if plan.estimate is None else plan.estimate.step_ms
     layers_ms = {action: problem.duration_ms(action) - overheads[action] for action in durations}
     beyond: dict[int, float] = defaultdict(float)

@@ -15,8 +15,8 @@ from typing import Any
 
 from deepspeed_pulse.ir.carried import in_step_order
 from deepspeed_pulse.ir.cluster import Cluster
-from deepspeed_pulse.ir.dependencies import Item, Result, ordered, result_of, results_needed
-from deepspeed_pulse.ir.fill import FrozenRun, FrozenWork, HandOver
+from deepspeed_pulse.ir.dependencies import Item, Result, ordered, result_of, results_needed, results_read
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, FrozenWork, HandOver
 from deepspeed_pulse.ir.plan import Estimate, Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.program import Message, Step
@@ -30,7 +30,8 @@ from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.reduction import behind_ms, pieces, reduction_ms
 
 Durations = Mapping[Any, float]
-"""ms by action, and by :class:`~deepspeed_pulse.ir.fill.FrozenRun`."""
+"""ms by action, by :class:`~deepspeed_pulse.ir.fill.FrozenRun`, and by :class:`~deepspeed_pulse.ir.fill.HandOver`: what
+that costs each of its ends."""
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster) -> Timeline:
@@ -108,6 +109,9 @@ class _Clock:
         self._arrived: dict[Message, float] = {}
         self._ready: dict[Result, float] = {}
         """When frozen results are on a rank."""
+        self._untaken: dict[Result, float] = {}
+        """Of those that come from another rank and were not read yet, what taking them costs."""
+        self._read_in_step = set() if problem.plan.fill is None else results_read(problem.plan.fill)
         self._last_backwards: set[Action] = set()
         """Of each stage; empty without data-parallel peers."""
         if problem.plan.data_parallel > 1:
@@ -140,18 +144,36 @@ class _Clock:
             self.reductions.append(Reduction(rank=rank, stage=step.action.stage, start_ms=begin, end_ms=over))
 
     def _run_frozen(self, rank: int, work: FrozenWork) -> None:
-        """It starts when the rank is free and holds what the work reads; hand-overs occupy links as messages do."""
+        """It starts when the rank is free and holds what the work reads; hand-overs occupy links as messages do.
+
+        A hand-over keeps its sender from other work, and its receiver before what reads it first; what nothing reads
+        before the next step is there so much later.
+        """
         fill = self.problem.plan.fill
         assert fill is not None
-        start = max([self.rank_free[rank], *(self._ready[result] for result in results_needed(rank, work, fill))])
+        needed = results_needed(rank, work, fill)
+        start = max([self.rank_free[rank], *(self._ready[result] for result in needed)])
+        start += sum(self._untaken.pop(result, 0.0) for result in needed)
         if isinstance(work, HandOver):
-            way = self.problem.links.way(rank, work.target_rank, fill.num_bytes(work))
-            self.carried.append(self._sent(work, way, start))
-            end = self.carried[-1].arrive_ms
+            end = self._hand_over(rank, work, start, fill)
         else:
             end = self.rank_free[rank] = start + self._given_ms.get(work, fill.duration_ms(work))
             self.frozen.append(Span(rank=rank, work=work, start_ms=start, end_ms=end))
         self._ready[result_of(rank, work)] = end
+
+    def _hand_over(self, rank: int, work: HandOver, start: float, fill: Fill) -> float:
+        """When the result is there."""
+        links, result = self.problem.links, result_of(rank, work)
+        overhead = self._given_ms.get(work, links.between(rank, work.target_rank).overhead_ms)
+        self.rank_free[rank] = start + overhead
+        way = links.way(rank, work.target_rank, fill.num_bytes(work))
+        transfer = self._sent(work, way, self.rank_free[rank])
+        self.carried.append(transfer)
+        if result in self._read_in_step:
+            self._untaken[result] = overhead
+        else:
+            transfer.arrive_ms += overhead
+        return transfer.arrive_ms
 
     def _sent(self, message: Sent, way: Way, ready: float) -> Transfer[Sent]:
         leave, arrive = self._ports.send(way, ready)

@@ -193,6 +193,20 @@ def test_frozen_work_takes_time_and_its_results_travel():
     assert violations(made, num_layers=2, values=()) == []
 
 
+def test_a_hand_over_keeps_its_ends_from_other_work():
+    """0.5 ms: before it leaves, and before what reads it; a result that only the next step reads is there later."""
+    busy = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=500.0, overhead_us=500.0))
+    made = filled_by_hand()
+    begun = (Filling(0, FrozenRun("text", 0, 1, 0)), Filling(0, HandOver("text", 1, 0, 1)))
+    rest = (Filling(0, FrozenRun("text", 1, 2, 0)), Filling(0, HandOver("text", 2, 0, 0)))
+    filled = replace(made, fill=replace(made.fill, rows=(begun, (*rest, *made.fill.rows[1][2:]))))
+    timeline = simulate(filled, uniform(2), busy)
+    spans = {str(span.work): (span.start_ms, span.end_ms) for span in timeline.every_span}
+    assert spans["0F0"][0] == 1.0 and spans["text[1:2]@0"] == (3.0, 3.5) and spans["1F0"][0] == 4.0
+    carried = {str(c.message): (c.leave_ms, c.arrive_ms) for c in timeline.carried}
+    assert carried["text[1]@0>1"] == (1.0, 2.5) and carried["text[2]@0>0"] == (4.0, 6.0)
+
+
 def test_memory_counts_both_buffers():
     """Rank 0 reads 1 MB a microbatch: this step's until the backward, the next step's from their arrival on."""
     made = filled_by_hand()
