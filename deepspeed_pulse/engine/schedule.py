@@ -65,7 +65,8 @@ class PulseSchedule(upstream.TrainSchedule):
     """The steps of one rank (its row of the program), then reduction and optimizer step when training.
 
     ``reduce_early``: a stage's gradients are reduced from its last backward on, not all at the end. ``frozen_at``:
-    positions before which there is frozen work. ``ends``: where backbones make their own steps.
+    positions before which there is frozen work, or something of it to drop. ``ends``: where backbones make their own
+    steps.
     """
 
     def __init__(

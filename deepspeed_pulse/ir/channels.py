@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from deepspeed_pulse.errors import PlanError
 from deepspeed_pulse.ir.carried import Part, program_of
-from deepspeed_pulse.ir.dependencies import ordered
+from deepspeed_pulse.ir.dependencies import Item, Result, ordered, result_of, results_needed, rows_of
+from deepspeed_pulse.ir.fill import Fill, FrozenWork, HandOver
 from deepspeed_pulse.ir.keys import Key, key_of
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
@@ -21,6 +23,8 @@ from deepspeed_pulse.ir.program import Channel, Message, Program, Step, channel_
 from deepspeed_pulse.ir.schedule import OP_RULES
 
 MIN_SLOTS = 2
+"""Receives posted ahead on a channel, at least; on one of frozen results just as many."""
+
 POSTED_AHEAD = 2
 """How long before its message leaves a receive is posted, in the time of a forward: as long as a backward takes.
 
@@ -57,6 +61,8 @@ def make_traffic(plan: Plan, part: Part = Part.WHOLE) -> Traffic:
 
 _Ends = dict[Message, tuple[int, int]]
 """Rank and position of the step that sends a message, or receives it."""
+
+_Sent = TypeVar("_Sent", bound=Message | Result)
 
 
 def _ends(program: Program) -> tuple[_Ends, _Ends]:
@@ -95,7 +101,9 @@ def traffic_of(program: Program, placement: Placement) -> Traffic:
         program=program,
         channels={c: tuple(messages) for c, messages in channels.items()},
         slots={c: slots(channels[c]) for c in channels},
-        releases=tuple(_releases(steps, sent_at, used_at) for steps in program),
+        releases=tuple(
+            _releases([s.receives for s in steps], [s.sends for s in steps], sent_at, used_at) for steps in program
+        ),
     )
 
 
@@ -153,22 +161,79 @@ def fewest_slots(due: Sequence[float], used: Sequence[tuple[float, int, int]]) -
     return most
 
 
-def _releases(steps: Sequence[Step], sent_at: _Ends, used_at: _Ends) -> tuple[tuple[Message, ...], ...]:
+def _releases(
+    receives: Sequence[Sequence[_Sent]],
+    sends: Sequence[Sequence[_Sent]],
+    sent_at: Mapping[_Sent, tuple[int, int]],
+    used_at: Mapping[_Sent, tuple[int, int]],
+) -> tuple[tuple[_Sent, ...], ...]:
     """Of one rank: what its peer sent from an action that consumed a send on, or later, tells that it was received."""
-    found: list[list[Message]] = [[] for _ in steps]
+    found: list[list[_Sent]] = [[] for _ in receives]
     arrivals: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for i, step in enumerate(steps):
-        for message in step.receives:
+    for i, messages in enumerate(receives):
+        for message in messages:
             peer, sent = sent_at[message]
             arrivals[peer].append((sent, i))
     earliest: dict[int, list[int]] = {}
     for peer, pairs in arrivals.items():
         pairs.sort()
         earliest[peer] = [*accumulate((i for _, i in reversed(pairs)), min)][::-1]
-    for step in steps:
-        for message in step.sends:
+    for messages in sends:
+        for message in messages:
             peer, used = used_at[message]
             k = bisect_left(arrivals[peer], (used, 0))
             if k < len(arrivals[peer]):
                 found[earliest[peer][k]].append(message)
     return tuple(map(tuple, found))
+
+
+def known_hand_overs(program: Program, fill: Fill) -> tuple[dict[int | FrozenWork, tuple[HandOver, ...]], ...]:
+    """Per rank, the hand-overs that it knows to be over, by when: so many of its actions have ended, or that work has.
+
+    What tells is anything that the peer sent when it had used the result, a message or another result. What a rank
+    never knows is left out.
+    """
+    rows = rows_of(program, fill)
+    sent_at: dict[Message | Result, tuple[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for i, item in enumerate(row):
+            sent_at.update((each, (rank, i)) for each in _given(rank, item))
+    used_at: dict[Message | Result, tuple[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for i, item in enumerate(row):
+            for each in _taken(rank, item, fill):
+                if each in sent_at:
+                    used_at.setdefault(each, (rank, i))
+    for each in sent_at:
+        if isinstance(each, Result):
+            used_at.setdefault(each, (each.rank, _LAST))  # for the next step alone
+    found = []
+    for rank, row in enumerate(rows):
+        receives = [[x for x in _taken(rank, item, fill) if used_at.get(x) == (rank, i)] for i, item in enumerate(row)]
+        sends = [[x for x in _given(rank, item) if isinstance(x, Result)] for item in row]
+        found.append(_by_time(row, _releases(receives, sends, sent_at, used_at)))
+    return tuple(found)
+
+
+def _given(rank: int, item: Item) -> Sequence[Message | Result]:
+    """What leaves a rank with an item of its row."""
+    if isinstance(item, Step):
+        return item.sends
+    return (result_of(rank, item),) if isinstance(item, HandOver) else ()
+
+
+def _taken(rank: int, item: Item, fill: Fill) -> Sequence[Message | Result]:
+    return item.receives if isinstance(item, Step) else results_needed(rank, item, fill)
+
+
+def _by_time(
+    row: Sequence[Item], over: Sequence[Sequence[Message | Result]]
+) -> dict[int | FrozenWork, tuple[HandOver, ...]]:
+    found: dict[int | FrozenWork, tuple[HandOver, ...]] = {}
+    actions = 0
+    for item, results in zip(row, over, strict=True):
+        actions += isinstance(item, Step)
+        work = tuple(HandOver(r.part, r.done, r.microbatch, r.rank) for r in results if isinstance(r, Result))
+        if work:
+            found[actions if isinstance(item, Step) else item] = work
+    return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from deepspeed_pulse.ir.channels import Traffic, traffic_of
+from deepspeed_pulse.ir.channels import MIN_SLOTS, Traffic, known_hand_overs, traffic_of
 from deepspeed_pulse.ir.dependencies import Result, result_of, results_needed
+from deepspeed_pulse.ir.fill import Fill, FrozenWork
 from deepspeed_pulse.ir.program import HIDDEN, Message
-from deepspeed_pulse.ir.schedule import FORWARDS, OP_RULES, Action, Direction, Op
+from deepspeed_pulse.ir.schedule import FORWARDS, OP_RULES, Action, Direction, Op, Schedule
 from deepspeed_pulse.ir.timeline import Span, Timeline, Transfer
 from deepspeed_pulse.planner.problem import Problem
 
@@ -44,7 +45,8 @@ def memory_over_time(problem: Problem, timeline: Timeline) -> tuple[Curve, ...]:
 
     Without a backward (forward only) things live until their last reader's ``F`` ends.
 
-    What a frozen layer needs lives while it runs, its result on a rank until it was used there. Of a part's last result
+    What a frozen layer needs lives while it runs, its result on a rank until it was used there and the rank knows that
+    all have it to whom it was handed over; on a rank that receives it from when that is posted. Of a part's last result
     there are two where it is read: this step's until its last reader's backward and the rank's last forward of the
     microbatch have ended, the next step's until the end.
     """
@@ -58,13 +60,35 @@ def _every_interval(problem: Problem, timeline: Timeline) -> Iterator[tuple[int,
     """:func:`_intervals`, of steps alike where the plan carries actions from one to the next."""
     carried: Collection[Action] = ()
     if problem.plan.carries:
-        carried = problem.carried(tuple(tuple(s.work for s in timeline.spans_of(r)) for r in range(problem.num_ranks)))
+        carried = problem.carried(_schedule(problem, timeline))
+    known_ms = {} if problem.plan.fill is None else _known_ms(problem, timeline, problem.plan.fill)
     if not carried:
-        yield from _intervals(problem, timeline, (timeline.start_ms, timeline.start_ms + timeline.makespan_ms))
+        row_ms = timeline.start_ms, timeline.start_ms + timeline.makespan_ms
+        yield from _intervals(problem, timeline, known_ms, row_ms)
         return
     period_ms = max([timeline.makespan_ms, *(t.arrive_ms for t in timeline.transfers)])
-    for rank, kind, interval in _intervals(problem, _isolated(timeline, carried, period_ms), (0.0, period_ms)):
+    isolated = _isolated(timeline, carried, period_ms)
+    for rank, kind, interval in _intervals(problem, isolated, known_ms, (0.0, period_ms)):
         yield from ((rank, kind, part) for part in _folded(interval, period_ms))
+
+
+def _schedule(problem: Problem, timeline: Timeline) -> Schedule:
+    return tuple(tuple(span.work for span in timeline.spans_of(rank)) for rank in range(problem.num_ranks))
+
+
+def _known_ms(problem: Problem, timeline: Timeline, fill: Fill) -> dict[Result, float]:
+    """Of results that were handed over, by where they are then, when the sender knows that they are."""
+    ends: dict[tuple[int, FrozenWork], float] = {(span.rank, span.work): span.end_ms for span in timeline.frozen}
+    ends.update(((carried.source_rank, carried.message), carried.leave_ms) for carried in timeline.carried)
+    found: dict[Result, float] = {}
+    for rank, known in enumerate(known_hand_overs(problem.lower(_schedule(problem, timeline)), fill)):
+        actions = timeline.spans_of(rank)
+        for when, works in known.items():
+            if not isinstance(when, int):
+                found.update((result_of(rank, work), ends[rank, when]) for work in works)
+            elif when <= len(actions):  # else nothing comes before the step's end
+                found.update((result_of(rank, work), actions[when - 1].end_ms) for work in works)
+    return found
 
 
 def _isolated(timeline: Timeline, carried: Collection[Action], period_ms: float) -> Timeline:
@@ -107,9 +131,12 @@ def parts_at_peak(problem: Problem, timeline: Timeline) -> tuple[dict[str, int],
 
 
 def _intervals(
-    problem: Problem, timeline: Timeline, row_ms: tuple[float, float]
+    problem: Problem, timeline: Timeline, known_ms: Mapping[Result, float], row_ms: tuple[float, float]
 ) -> Iterator[tuple[int, str, Interval]]:
-    """(rank, kind, interval) of everything that is live for a time; ``row_ms``: when the ranks' rows begin and end."""
+    """(rank, kind, interval) of everything that is live for a time.
+
+    ``known_ms``: see :func:`_known_ms`; ``row_ms``: when the ranks' rows begin and end.
+    """
     life = _Life(problem, timeline.spans)
     in_halves = {(s.work.stage, s.work.microbatch) for s in timeline.spans if s.work.op is Op.INPUT_GRAD}
     for span in timeline.spans:
@@ -143,7 +170,7 @@ def _intervals(
             yield transfer.source_rank, "sent", (life.sent_ms[message], released.get(message, end), unkept)
     for rank, interval in _waiting_gradients(problem, life):
         yield rank, "gradients", interval
-    for rank, interval in _frozen_intervals(problem, timeline, life, row_ms):
+    for rank, interval in _frozen_intervals(problem, timeline, life, known_ms, row_ms):
         yield rank, "frozen", interval
 
 
@@ -170,11 +197,16 @@ def _released_ms(traffic: Traffic, rows: Sequence[Sequence[Span[Action]]]) -> di
 def _posted_ms(traffic: Traffic, timeline: Timeline, life: _Life) -> dict[Message, float]:
     """When each message's receive is posted: a channel's first ones with the step, then one whenever one was read."""
     found: dict[Message, float] = {}
-    start = timeline.start_ms
     for channel, messages in traffic.channels.items():
-        freed = [start] * traffic.slots[channel] + sorted(life.read_ms[m] for m in messages)
-        found.update((m, min(free, life.read_ms[m])) for m, free in zip(messages, freed, strict=False))
+        read = [life.read_ms[m] for m in messages]
+        found.update(zip(messages, _posted(read, traffic.slots[channel], timeline.start_ms), strict=True))
     return found
+
+
+def _posted(read_ms: Sequence[float], slots: int, start_ms: float) -> list[float]:
+    """When receives of one channel are posted that are read at these times."""
+    freed = [start_ms] * slots + sorted(read_ms)
+    return [min(free, read) for free, read in zip(freed, read_ms, strict=False)]
 
 
 def _waiting_gradients(problem: Problem, life: _Life) -> Iterator[tuple[int, Interval]]:
@@ -199,34 +231,59 @@ def _waiting_gradients(problem: Problem, life: _Life) -> Iterator[tuple[int, Int
 
 
 def _frozen_intervals(
-    problem: Problem, timeline: Timeline, life: _Life, row_ms: tuple[float, float]
+    problem: Problem,
+    timeline: Timeline,
+    life: _Life,
+    known_ms: Mapping[Result, float],
+    row_ms: tuple[float, float],
 ) -> Iterator[tuple[int, Interval]]:
     fill = problem.plan.fill
     if fill is None:
         return
-    made: dict[Result, float] = {}
-    used: dict[Result, float] = {}
+    begin, end = row_ms
+    readers = {part.name: problem.plan.readers_of(part) for part in fill.parts}
     for span in timeline.frozen:
         layers = fill.part(span.work.part).layers[span.work.first : span.work.end]
         yield span.rank, (span.start_ms, span.end_ms, max(layer.activation_bytes for layer in layers))
-        made[result_of(span.rank, span.work)] = span.end_ms
-        for result in results_needed(span.rank, span.work, fill):
-            used[result] = max(used.get(result, 0.0), span.end_ms)
-    for carried in timeline.carried:
-        made[result_of(carried.source_rank, carried.message)] = carried.leave_ms
-        for result in results_needed(carried.source_rank, carried.message, fill):
-            used[result] = max(used.get(result, 0.0), carried.arrive_ms)
-    readers = {part.name: problem.plan.readers_of(part) for part in fill.parts}
-    for result, start in made.items():
+    read_ms, needed_ms = _frozen_reads(fill, timeline, known_ms, end)
+    there_ms = {result_of(span.rank, span.work): span.end_ms for span in timeline.frozen}
+    channels: dict[tuple[int, int], list[Result]] = defaultdict(list)
+    for c in timeline.carried:
+        channels[c.source_rank, c.target_rank].append(result_of(c.source_rank, c.message))
+    for results in channels.values():
+        read = [read_ms.get(result, end) for result in results]
+        there_ms.update(zip(results, _posted(read, MIN_SLOTS, begin), strict=True))
+    for result, start in there_ms.items():
         layers = fill.part(result.part).layers
         kept = result.done == len(layers) and result.rank in readers[result.part]
-        until = row_ms[1] if kept else used.get(result, start)
+        until = end if kept else needed_ms.get(result, start)
         yield result.rank, (start, until, layers[result.done - 1].output_bytes)
     for part in fill.parts:
         for rank, stages in readers[part.name].items():
             for m in range(problem.plan.microbatches):
                 until = max(life.read_on_ms[rank, m], *(life.end_ms[stage, m] for stage in stages))
-                yield rank, (row_ms[0], until, part.output_bytes)
+                yield rank, (begin, until, part.output_bytes)
+
+
+def _frozen_reads(
+    fill: Fill, timeline: Timeline, known_ms: Mapping[Result, float], end_ms: float
+) -> tuple[dict[Result, float], dict[Result, float]]:
+    """When frozen results are first read on their rank in the step, and until when it needs them for that."""
+    first: dict[Result, float] = {}
+    last: dict[Result, float] = {}
+
+    def add(result: Result, start: float, until: float) -> None:
+        first[result] = min(first.get(result, start), start)
+        last[result] = max(last.get(result, until), until)
+
+    for span in timeline.frozen:
+        for result in results_needed(span.rank, span.work, fill):
+            add(result, span.start_ms, span.end_ms)
+    for carried in timeline.carried:
+        (result,) = results_needed(carried.source_rank, carried.message, fill)
+        over = known_ms.get(result_of(carried.source_rank, carried.message), end_ms)
+        add(result, carried.leave_ms, over)
+    return first, last
 
 
 class _Life:

@@ -6,7 +6,7 @@ travel on channels of their own, so that they and the pipeline's messages never 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from deepspeed_pulse.errors import BatchError
-from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver
+from deepspeed_pulse.ir.channels import MIN_SLOTS
+from deepspeed_pulse.ir.dependencies import Result, results_needed
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, FrozenWork, HandOver
 from deepspeed_pulse.ir.graph import Layer
 from deepspeed_pulse.ir.program import Channel, Message
 from deepspeed_pulse.ir.schedule import Direction
@@ -25,12 +27,6 @@ from deepspeed_pulse.runtime.shapes import ShapeBook
 from deepspeed_pulse.runtime.stage import naming
 from deepspeed_pulse.runtime.stopwatch import Stopwatch
 from deepspeed_pulse.runtime.transport import Transport
-
-_SLOTS = 2
-"""Receives posted ahead on a channel."""
-
-Key = tuple[str, int, int]
-"""Part, how many of its layers have run, microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +85,12 @@ class FrozenRuntime:
         self._book = ShapeBook()
         self._signatures: dict[tuple[str, str], Signature] = {}
         """What a part gave for the first microbatch of a mode."""
-        self._held: dict[Key, Any] = {}
-        self._coming: dict[Key, Message] = {}
+        self._held: dict[Result, Any] = {}
+        self._uses: Counter[Result] = Counter()
+        """How often each is yet to be read or handed over here; a hand-over counts until it is known to be over."""
+        self._coming: dict[Result, Message] = {}
+        self._buffers = 0
+        """Bytes of receives that are posted, as counted last."""
         self._count: Callable[[int, int], None] = _uncounted
         self.stopwatch: Stopwatch[FrozenRun] = Stopwatch(rank, device)
         """Of what was begun last."""
@@ -103,29 +103,37 @@ class FrozenRuntime:
         *,
         microbatches: int,
         mode: str,
+        known: Mapping[int | FrozenWork, Sequence[HandOver]] | None = None,
         count: Callable[[int, int], None] | None = None,
     ) -> None:
         """Get ready to encode the batch of ``entry(name, microbatch)``; batches of one ``mode`` have one shape.
 
-        ``count``: told of bytes that results add, and of those that are there in that moment alone.
+        ``known``: hand-overs of this rank that are over (:func:`~deepspeed_pulse.ir.channels.known_hand_overs`); what
+        is not there is kept to the end. ``count``: told of bytes that results and buffers for them add, and of those
+        that are there in that moment alone.
         """
         self._fill, self._entry, self._mode, self._count = fill, entry, mode, count or _uncounted
-        self._row = deque(fill.rows[self._rank])
+        self._row, self._known = deque(fill.rows[self._rank]), known or {}
+        self._uses = Counter(result for filling in self._row for result in self._needed(filling.work))
         self.stopwatch.begin()
         channels = channels_of(fill)
         mine = {c: messages for c, messages in channels.items() if self._rank in (c.source_rank, c.target_rank)}
-        self._coming = {_key_of(m): m for c, messages in mine.items() if c.target_rank == self._rank for m in messages}
+        coming = (message for c, messages in mine.items() if c.target_rank == self._rank for message in messages)
+        self._coming = {_result_of(message): message for message in coming}
         shapes = self._book.of(mode, [0] * microbatches)
-        self._transport.begin(mine, dict.fromkeys(mine, _SLOTS), shapes)
+        self._buffers = 0
+        self._transport.begin(mine, dict.fromkeys(mine, MIN_SLOTS), shapes)
 
     def run(self, position: int) -> None:
         """All frozen work that comes before the action at this position."""
+        self._release(self._known.get(position, ()))
         while self._row and self._row[0].position <= position:
             work = self._row.popleft().work
             if isinstance(work, HandOver):
                 self._hand_over(work)
             else:
                 self._run_layers(work)
+            self._release(self._known.get(work, ()))
 
     def finish(self) -> dict[tuple[str, int], Any]:
         """End the encoding: by part and microbatch, the results that this rank reads."""
@@ -135,38 +143,40 @@ class FrozenRuntime:
         self._transport.drain()
         self.sent_bytes = dict(self._transport.sent_bytes)
         found = {}
-        for key in list(self._held):
-            name, done, m = key
-            if name in self._reads and done == len(self._fill.part(name).layers):
-                found[name, m] = self._held.pop(key)
+        for result in list(self._held):
+            if self._stays(result):
+                found[result.part, result.microbatch] = self._held.pop(result)
             else:
-                self._drop(key)
+                self._drop(result)
         return found
 
+    def count_posted(self) -> None:
+        """Count buffers for results that come, where nothing has been counted since they were posted."""
+        self._count_now(0)
+
     def _run_layers(self, run: FrozenRun) -> None:
-        part, m = self._parts[run.part], run.microbatch
-        before = None
-        if run.first:
-            key = (run.part, run.first, m)
-            self._receive(key)
-            before = self._held[key]
-        for name in self._fill.part(run.part).needs:
-            self._receive((name, len(self._fill.part(name).layers), m))
+        part, needed = self._parts[run.part], self._needed(run)
+        for each in needed:
+            self._receive(each)
+        before = self._held[needed[0]] if run.first else None
         layers = self._fill.part(run.part).layers[run.first : run.end]
         self._count_now(0, max(layer.activation_bytes for layer in layers))
         with self.stopwatch.running(run):
             # copies: an encoder may change its input in place, and others read the same
-            result = part.run(before, run.first, run.end, lambda name: copied(self._read(name, m)))
+            result = part.run(before, run.first, run.end, lambda name: copied(self._read(name, run.microbatch)))
         if run.end == len(part.layers):
             result = as_payload(result, f"the result of frozen part {run.part!r}")
             self._check_shape(run.part, result)
-        if run.first:
-            self._drop(key)
-        self._keep((run.part, run.end, m), result)
+        for each in needed:
+            self._used(each)
+        self._keep(Result(run.part, run.end, run.microbatch, self._rank), result)
+
+    def _needed(self, work: FrozenWork) -> tuple[Result, ...]:
+        return results_needed(self._rank, work, self._fill)
 
     def _read(self, name: str, microbatch: int) -> Any:
         if name in self._parts:
-            return self._held[name, len(self._fill.part(name).layers), microbatch]
+            return self._held[Result(name, len(self._fill.part(name).layers), microbatch, self._rank)]
         return self._entry(name, microbatch)
 
     def _check_shape(self, part: str, result: Any) -> None:
@@ -179,28 +189,46 @@ class FrozenRuntime:
             )
 
     def _hand_over(self, work: HandOver) -> None:
-        key = (work.part, work.done, work.microbatch)
+        (result,) = self._needed(work)
+        self._receive(result)  # it may have come from another rank
         what = f"the result of {work.done} layers of frozen part {work.part!r}"
-        self._transport.send(_message(self._rank, work), as_payload(self._held[key], what))
-        if work.done < len(self._fill.part(work.part).layers):
-            self._drop(key)  # the transport keeps it until it has arrived
+        self._transport.send(_message(self._rank, work), as_payload(self._held[result], what))
 
-    def _receive(self, key: Key) -> None:
+    def _release(self, works: Sequence[HandOver]) -> None:
+        """Hand-overs are over: what nothing else needs here is dropped."""
+        self._transport.release([_message(self._rank, work) for work in works])
+        for work in works:
+            (result,) = self._needed(work)
+            self._used(result)
+
+    def _receive(self, result: Result) -> None:
         """Wait for a result that comes from another rank and is not here yet."""
-        if key in self._coming:
+        if result in self._coming:
             with self.stopwatch.waiting():
-                found = self._transport.receive(self._coming.pop(key))
-            self._keep(key, found)
+                found = self._transport.receive(self._coming.pop(result))
+            self._keep(result, found)
 
-    def _keep(self, key: Key, result: Any) -> None:
-        self._held[key] = result
-        self._count_now(num_bytes(tensors_in(result)))
+    def _used(self, result: Result) -> None:
+        """One more of its uses is over."""
+        self._uses[result] -= 1
+        if not self._uses[result] and not self._stays(result):
+            self._drop(result)
 
-    def _drop(self, key: Key) -> None:
-        self._count_now(-num_bytes(tensors_in(self._held.pop(key))))
+    def _stays(self, result: Result) -> bool:
+        """The next step reads it here."""
+        return result.part in self._reads and result.done == len(self._fill.part(result.part).layers)
+
+    def _keep(self, result: Result, content: Any) -> None:
+        self._held[result] = content
+        self._count_now(num_bytes(tensors_in(content)))
+
+    def _drop(self, result: Result) -> None:
+        self._count_now(-num_bytes(tensors_in(self._held.pop(result))))
 
     def _count_now(self, change: int, workspace: int = 0) -> None:
-        self._count(change, workspace + self._transport.buffer_bytes + self._transport.leaving_bytes)
+        """Count results that come or go, with the buffers for those that are to come."""
+        posted, self._buffers = self._buffers, self._transport.buffer_bytes
+        self._count(change + self._buffers - posted, workspace)
 
 
 def _uncounted(*_: int) -> None:
@@ -229,6 +257,6 @@ def _message(rank: int, work: HandOver) -> Message:
     return Message(name, Direction.FORWARD, rank, work.target_rank, work.microbatch)
 
 
-def _key_of(message: Message) -> Key:
+def _result_of(message: Message) -> Result:
     part, _, done = message.name.removesuffix("]").rpartition("[")
-    return part, int(done), message.microbatch
+    return Result(part, int(done), message.microbatch, message.target_stage)

@@ -208,13 +208,35 @@ def test_a_hand_over_keeps_its_ends_from_other_work():
 
 
 def test_memory_counts_both_buffers():
-    """Rank 0 reads 1 MB a microbatch: this step's until the backward, the next step's from their arrival on."""
+    """Rank 0 reads 1 MB a microbatch: this step's until the backward, the next step's from when receives are posted.
+
+    Rank 1 has both to the end: nothing tells it that rank 0 has taken them.
+    """
     made = filled_by_hand()
     slow = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=500.0))
     base = estimate(replace(made, fill=None), uniform(2), slow).peak_bytes
+    timeline = simulate(made, uniform(2), slow)
     full = estimate(made, uniform(2), slow).peak_bytes
-    assert full[0] == base[0] + 3_000_000
-    assert full[1] > base[1] + 1_000_000
+    assert full[0] == base[0] + 4_000_000
+    held = [(round(time, 1), live // 1_000_000) for time, live in timeline.memory[1] if live >= 1_000_000]
+    assert held[0] == (0.0, 2) and held[-2:] == [(7.5, 3), (8.5, 2)], "a layer at work needs 2 MB"
+
+
+@pytest.mark.parametrize(("position", "held"), [(0, 2), (4, 3)])
+def test_a_result_is_held_until_a_message_tells_that_it_is_there(position, held):
+    """What rank 0 began, rank 1 takes before its first forward, so that a gradient tells, or after its last action.
+
+    When 0B1 runs, rank 0 also has what that reads and a buffer for the other microbatch of the next step; 1 MB each.
+    """
+    made = filled_by_hand()
+    begun = (Filling(0, FrozenRun("text", 0, 1, 0)), Filling(0, HandOver("text", 1, 0, 1)))
+    rest = (Filling(4, FrozenRun("text", 0, 2, 1)),)
+    taken = (Filling(position, FrozenRun("text", 1, 2, 0)), Filling(position, HandOver("text", 2, 0, 0)))
+    filled = replace(made, fill=replace(made.fill, rows=((*begun, *rest), taken)))
+    assert violations(filled, num_layers=2, values=()) == []
+    timeline = simulate(filled, uniform(2), cluster())
+    (last,) = (span for span in timeline.spans if str(span.work) == "0B1")
+    assert [live // 1_000_000 for time, live in timeline.memory[0] if time <= last.start_ms + 1e-6][-1] == held
 
 
 def test_memory_counts_a_result_until_the_layer_that_reads_it_has_run():
@@ -260,6 +282,7 @@ def test_of_many_layers_that_never_run_some_are_shown_and_the_rest_is_counted():
         (lambda row: row[:3], "rank 0 reads part 'text' and never gets it for microbatch 1"),
         (lambda row: (row[1], row[0], *row[2:]), r"deadlock: rank 1 is stuck at text\[2\]@0>0"),
         (lambda row: (*row, Filling(4, HandOver("text", 2, 1, 0))), "made or sent there 2 times"),
+        (lambda row: (*row, Filling(4, HandOver("text", 1, 0, 0))), r"rank 1: text.1.@0>0: nothing on rank 0 reads it"),
         (lambda row: (*row, Filling(9, FrozenRun("text", 0, 1, 0))), "position 9 is after the row's end 4"),
         (lambda row: (*row, Filling(4, FrozenRun("test", 0, 1, 0))), 'no such part .did you mean "text"'),
         (lambda row: (*row, Filling(4, FrozenRun("text", 0, 3, 0))), "expected layers first < end <= 2"),

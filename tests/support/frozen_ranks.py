@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -278,22 +279,43 @@ def differ_in_weights(folder: str) -> None:
     print("PASSED", flush=True)
 
 
+def split_by_hand(plan: Any) -> Any:
+    """The plan of two ranks; each part but the last is begun on one and ended on the other, for all microbatches."""
+    from deepspeed_pulse.ir.fill import Filling, parse_work
+
+    begun = [f"text[0:1]@{m} text[1]@{m}>1".split() for m in range(plan.microbatches)]
+    taken = [f"text[1:2]@{m} text[2]@{m}>0 moments[0:2]@{m} moments[2]@{m}>0".split() for m in range(plan.microbatches)]
+    ended = [f"moments[2:5]@{m} sample[0:1]@{m}".split() for m in range(plan.microbatches)]
+    first = [Filling(0, parse_work(work)) for row in begun for work in row]
+    first += [Filling(1 + m, parse_work(work)) for m, row in enumerate(ended) for work in row]
+    second = [Filling(0, parse_work(work)) for row in taken for work in row]
+    return replace(plan, fill=replace(plan.fill, rows=(tuple(first), tuple(second))))
+
+
 def runs_a_plan_file(folder: str) -> None:
-    """A plan with frozen work from a file; without frozen parts in the module it is refused."""
+    """A plan with frozen work from a file, and one by hand; without frozen parts in the module it is refused."""
     from deepspeed_pulse.errors import ConfigError, PlanError
+    from deepspeed_pulse.ir.carried import Part
 
     share_groups()
     engine = engine_of(2, 2, frozen=True)
-    path = Path(folder) / "plan.json"
+    path, by_hand = Path(folder) / "plan.json", Path(folder) / "hand.json"
     if engine.global_rank == 0:
         path.write_text(engine.module.plan.to_json())
+        by_hand.write_text(split_by_hand(engine.module.plan).to_json())
     torch.distributed.barrier()
     given = engine_of(2, 2, frozen=True, plan=str(path))
     assert given.module.plan == engine.module.plan
-    for each in (engine, given):
+    split = engine_of(2, 2, frozen=True, plan=str(by_hand))
+    assert split.module.plan.fill.rows == split_by_hand(engine.module.plan).fill.rows
+    over = [str(work) for works in split._ahead._in_steps(Part.WHOLE)[1].values() for work in works]
+    assert over and (split.stage_id == 1 or over == ["text[1]@0>1", "text[1]@1>1"]), over
+    for each in (engine, given, split):
         data = data_from(each, 0, frozen=True)
         each.losses_seen = [each.train_batch(data).item() for _ in range(3)]
-    assert engine.losses_seen == given.losses_seen
+        check_ahead(each, 3)
+        check_held(each, 2)
+    assert engine.losses_seen == given.losses_seen == split.losses_seen
     with pytest.raises(PlanError, match="the plan has frozen parts, the module has none"):
         engine_of(2, 2, frozen=False, plan=str(path))
     with pytest.raises(ConfigError, match="3 microbatches: with frozen parts expected 2 as planned"):

@@ -14,8 +14,9 @@ from deepspeed_pulse.engine.device import EngineDevice
 from deepspeed_pulse.engine.frozen import check_same_weights
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.errors import GraphError
-from deepspeed_pulse.ir.carried import Part, fill_of
-from deepspeed_pulse.ir.fill import Fill, FrozenRun, up_front
+from deepspeed_pulse.ir.carried import Part, fill_of, program_of
+from deepspeed_pulse.ir.channels import known_hand_overs
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, FrozenWork, HandOver, up_front
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.timeline import Span
 from deepspeed_pulse.runtime.frozen import FrozenRuntime, channels_of
@@ -67,7 +68,7 @@ class FrozenAhead:
             timeout_seconds=timeout_seconds,
         )
         self._up_front = cache(lambda micro_batches: up_front(fill, micro_batches, readers))
-        self._fills = cache(lambda rows: fill_of(plan, rows))
+        self._in_steps = cache(lambda rows: _in_step(plan, rows, seat.rank))
         self._opened: set[int] = set()
         self._ahead: StepBatches | None = None
         self._iterator: Any = None
@@ -118,7 +119,9 @@ class FrozenAhead:
         self._ran_in_step = False
         if batches.is_encoded:
             return
-        self._begin(self._up_front(micro_batches), batches, micro_batches, mode)
+        fill = self._up_front(micro_batches)
+        self._open(fill)
+        self._runtime.begin(fill, batches.data_entry, microbatches=micro_batches, mode=mode)
         self._runtime.run(0)
         batches.values, batches.is_encoded = self._runtime.finish(), True
 
@@ -126,17 +129,25 @@ class FrozenAhead:
         """Begin encoding the next step's data while this one runs; nothing where there is not enough of it.
 
         ``rows``: what of the plan's rows runs; ``iterator``: where the data is from. Returns the positions among the
-        rank's actions of them before which there is work on it.
+        rank's actions of them before which there is work on it, or something of it to drop.
         """
         current.hold_all()
         if not following.are_whole():
             return frozenset()
         self._ahead, self._iterator = following, iterator
-        fill = self._fills(rows)
-        assert fill is not None
-        self._begin(fill, following, self._microbatches, "train", self._count)
+        fill, known = self._in_steps(rows)
+        self._open(fill)
+        self._runtime.begin(
+            fill,
+            following.data_entry,
+            microbatches=self._microbatches,
+            mode="train",
+            known=known,
+            count=self._count,
+        )
         self._running = True
-        return frozenset(filling.position for filling in fill.rows[self._rank])
+        places = [filling.position for filling in fill.rows[self._rank]]
+        return frozenset([*places, *(place for place in known if isinstance(place, int))])
 
     def count_read(self, batches: StepBatches, *, counted: bool) -> None:
         """A step begins that holds these results, of each microbatch until the rank has read it.
@@ -149,19 +160,13 @@ class FrozenAhead:
         if not counted:
             self._count(sum(held.values()), 0)
         batches.on_release = lambda m: self._count(-held.pop(m, 0), 0)
+        if self._running:
+            self._runtime.count_posted()
 
-    def _begin(
-        self,
-        fill: Fill,
-        batches: StepBatches,
-        micro_batches: int,
-        mode: str,
-        count: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def _open(self, fill: Fill) -> None:
         if id(fill) not in self._opened:
             self._opened.add(id(fill))
             self._communicator.open(channels_of(fill))
-        self._runtime.begin(fill, batches.data_entry, microbatches=micro_batches, mode=mode, count=count)
 
     def run(self, position: int) -> None:
         """Frozen work that the plan puts before the action at this position."""
@@ -175,3 +180,10 @@ class FrozenAhead:
         self._ahead.values, self._ahead.is_encoded = self._runtime.finish(), True
         self._running, self._ran_in_step = False, True
         stats.p2p_bytes.update(self._runtime.sent_bytes)
+
+
+def _in_step(plan: Plan, rows: Part, rank: int) -> tuple[Fill, dict[int | FrozenWork, tuple[HandOver, ...]]]:
+    """A plan's frozen work beside a part of its rows, and which of a rank's hand-overs are over when."""
+    fill = fill_of(plan, rows)
+    assert fill is not None
+    return fill, known_hand_overs(program_of(plan, rows), fill)[rank]

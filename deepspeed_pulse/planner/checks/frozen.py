@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from deepspeed_pulse.errors import did_you_mean, first_of
 from deepspeed_pulse.ir.carried import Part, carried_actions, fill_of, program_of
-from deepspeed_pulse.ir.dependencies import Result, result_of, walk
-from deepspeed_pulse.ir.fill import Fill, FrozenRun, is_read
+from deepspeed_pulse.ir.dependencies import Result, result_of, results_read, walk
+from deepspeed_pulse.ir.fill import Fill, FrozenRun, HandOver, is_read
 from deepspeed_pulse.ir.plan import Plan
 
 _SHOWN = 4
@@ -84,16 +84,23 @@ def _cover(plan: Plan, fill: Fill) -> Iterator[str]:
 
 
 def _results(plan: Plan, fill: Fill) -> Iterator[str]:
-    """Nothing arrives where it is already, and the last result of every part where it is read."""
-    given = Counter(result_of(rank, filling.work) for rank, row in enumerate(fill.rows) for filling in row)
+    """Nothing arrives where it is already, or where nothing reads it; every part's result arrives where it is read."""
+    works = [(rank, filling.work) for rank, row in enumerate(fill.rows) for filling in row]
+    given = Counter(result_of(rank, work) for rank, work in works)
     for result, count in given.items():
         if count > 1:
             yield f"fill: {result} is made or sent there {count} times"
+    read = results_read(fill)
     for part in fill.parts:
         for rank in plan.readers_of(part):
-            missing = [m for m in range(plan.microbatches) if not given[Result(part.name, len(part.layers), m, rank)]]
+            results = [Result(part.name, len(part.layers), m, rank) for m in range(plan.microbatches)]
+            read.update(results)
+            missing = [result.microbatch for result in results if not given[result]]
             if missing:
                 yield (
                     f"fill: rank {rank} reads part {part.name!r} and never gets it for microbatch "
                     f"{', '.join(map(str, missing[:_SHOWN]))}"
                 )
+    for rank, work in works:
+        if isinstance(work, HandOver) and result_of(rank, work) not in read:
+            yield f"fill of rank {rank}: {work}: nothing on rank {work.target_rank} reads it"

@@ -74,7 +74,7 @@ def fill_behind(plan: Plan, job: Job) -> Plan:
 
 
 def most_bytes(parts: Sequence[FrozenPart], microbatches: int) -> int:
-    """What parts never exceed on a rank that runs all of them and reads all that they give."""
+    """What parts never exceed on a rank that reads all that they give and runs microbatches in one piece."""
     return sum(_most_bytes(part, microbatches) + 2 * microbatches * part.output_bytes for part in parts)
 
 
@@ -216,7 +216,11 @@ def allowed_ranks(
 
 
 def _most_bytes(part: FrozenPart, microbatches: int) -> int:
-    """What a rank that runs the part never exceeds: weights, a layer at work, shares begun, results not yet sent."""
+    """What a rank that runs the part in one piece never exceeds: weights, a layer at work, results perhaps not taken.
+
+    With some room for shares begun. How much of what it has handed on lies there is known when a way is scored: what
+    does not fit then is not taken.
+    """
     begun = (MOST_OPEN + 2) * max(layer.output_bytes for layer in part.layers)
     working = max(layer.activation_bytes for layer in part.layers)
     return part.param_bytes + working + begun + microbatches * part.output_bytes
