@@ -23,6 +23,9 @@ Gradients = Sequence[torch.Tensor | None]
 _NEEDS_INPUT = "NativeGroupNormBackward0"
 """torch's kernel for tensors of channels last in the host's memory dies (SIGSEGV, torch 2.13) without its input's."""
 
+_COMPILED = "CompiledFunctionBackward"
+"""What ``torch.compile`` makes of many operations: it gives all gradients at once, and mostly once only."""
+
 
 class Arrived:
     """The gradients that have arrived at a node.
@@ -123,7 +126,8 @@ class WeightHalf:
         for bunch in self.bunches:
             bunch.run()
         if self.roots:
-            torch.autograd.backward(self.roots, self.gradients, retain_graph=True)
+            # bunches may have nodes in common with it; without any it goes through the graph alone
+            torch.autograd.backward(self.roots, self.gradients, retain_graph=bool(self.bunches))
 
 
 def input_half(roots: Sequence[Root], gradients: Gradients, leaves: Iterable[torch.Tensor]) -> WeightHalf | None:
@@ -134,7 +138,7 @@ def input_half(roots: Sequence[Root], gradients: Gradients, leaves: Iterable[tor
 
     Returns:
         What is to be run later; None where the graph cannot be divided and nothing was done: a weight hangs from two
-        forks, one of them behind the other.
+        forks, one of them behind the other, or a part of it was compiled.
     """
     wanted = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
     if not wanted or not roots:
@@ -142,7 +146,7 @@ def input_half(roots: Sequence[Root], gradients: Gradients, leaves: Iterable[tor
     if not takes_edges():
         return None
     graph = _Graph(roots, wanted)
-    bunches = graph.bunches()
+    bunches = None if graph.is_compiled else graph.bunches()
     if bunches is None:
         return None
     apart = [(root, g) for root, g in zip(roots, gradients, strict=True) if root.node not in graph.between]
@@ -158,11 +162,13 @@ class _Graph:
 
     Attributes:
         between: nodes from which a gradient reaches one of the leaves.
+        is_compiled: some of it is one node that stands for many.
     """
 
     def __init__(self, roots: Sequence[Root], leaves: Sequence[torch.Tensor]) -> None:
         self.between: set[Node] = set()
         self._order = _leaves_first([root.node for root in roots])
+        self.is_compiled = any(node.name() == _COMPILED for node, _ in self._order)
         self._below: dict[Node, list[torch.Tensor]] = {}
         """Of nodes from which a gradient reaches weights and no leaf."""
         wanted = set(map(id, leaves))

@@ -141,6 +141,66 @@ def test_a_weight_behind_itself_cannot_be_divided() -> None:
     assert leaf.grad is None and layer.weight.grad is None
 
 
+class CompiledFunction(torch.autograd.Function):
+    """A linear layer as ``torch.compile`` gives one: all gradients at once, of a graph that is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError("requires create_graph=False and retain_graph=False")
+        hidden, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ hidden
+
+
+class Compiled(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(CompiledFunction.apply(hidden, self.weight) + self.bias)
+
+
+class Really(nn.Module):
+    """Code that torch compiles, as it is none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+        self.compile(backend="aot_eager")
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)
+
+
+@pytest.mark.parametrize("kind", [lambda: Compiled(6, 6), pytest.param(Really, marks=pytest.mark.soak)])
+def test_what_was_compiled_stays_whole(kind: Any) -> None:
+    torch.manual_seed(0)
+    layer, leaf = kind(), torch.randn(3, 6, requires_grad=True)
+    gradients(layer, leaf)  # its backward is compiled for a graph that is not kept
+    assert halves_of(layer, leaf) is None and leaf.grad is None
+    late = halves_of(layer, torch.randn(3, 6))
+    assert all(parameter.grad is None for parameter in layer.parameters()), "nothing was read, so all is left"
+    late.run()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", [lambda: Compiled(6, 6), pytest.param(Really, marks=pytest.mark.soak)])
+def test_compiled_layers_train_in_halves_and_run_again(kind: Any) -> None:
+    torch.manual_seed(0)
+    layers, data_ = [kind(), block(), kind(), kind()], [(torch.randn(3, 6), {}) for _ in range(2)]
+    found = []
+    graph = Graph(layers=tuple(Layer(name=str(i)) for i in range(4)))
+    for recompute in ((), (0, 2)):
+        LocalWorld(one_rank(4, recompute), graph, layers, lambda output, m: output.square().mean()).step(data_)
+        found.append([gradient for layer in layers for gradient in cleared(layer)])
+    for inputs, _ in data_:
+        (nn.Sequential(*layers)(inputs).square().mean() / 2).backward()
+    expected = [gradient for layer in layers for gradient in cleared(layer)]
+    assert all(error(a, b) < 1e-6 for one in found for a, b in zip(one, expected, strict=True))
+
+
 def test_a_weight_that_several_outputs_share_is_differentiated_once() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
