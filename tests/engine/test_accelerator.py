@@ -67,11 +67,12 @@ SHORT = {
         case("tokens", 2, dynamic=True),
         case("assorted", 2, clip=0.0),
         case("ordered", 2, placement="linear", moved=True),
+        case("tables apart", 2, placement="linear"),
     ],
     LATE: [case("toy", 2), case("unet", 2, M=2, W=2)],
 }
 """A wave, two waves and a linear pipeline of two, two replicas, recomputation, dynamic shapes, any dtype; a model that
-lies on the device before it is cut, its weights in other orders than row by row."""
+lies on the device before it is cut, its weights in other orders than row by row; and buffers that modules share."""
 
 
 @pytest.mark.timeout(400)

@@ -10,10 +10,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from support.launch import launch
-from support.shared_models import MODELS, REFUSED
+from support.shared_models import MODELS, REFUSED, WIDTH, tables_apart
 from support.shared_ranks import LOSSES, case_name
 from support.versions import plain_microbatches
+
+from deepspeed_pulse.engine.sharing import shared as sharing
+
+from deepspeed_pulse.engine.sharing import shared as sharing
 
 Case = dict[str, Any]
 
@@ -86,6 +91,52 @@ def refused() -> list[str]:
 @pytest.mark.parametrize("name", refused())
 def test_what_cannot_be_one_weight_is_refused(name: str) -> None:
     assert refusals()[name] == []
+
+
+def test_a_shared_buffer_is_told_to_this_ranks_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device each of them has a tensor of its own, and what another rank's module has stays on the host."""
+    layers = tables_apart()
+    found = sharing.SharedWeights(layers)
+    (holders,) = (one.layers for one in found.buffers)
+    tie = sharing.Tie(ranks=(0, 1), group=None)
+    found._here, found._ties = frozenset({5, 6}), {holders: tie}
+    before = layers[1].numbers
+    for index in (5, 6):
+        layers[index].numbers = before.clone()
+    told: list[torch.Tensor] = []
+
+    def broadcast(tensor: torch.Tensor, src: int, group: Any) -> None:
+        told.append(tensor)
+        tensor.copy_(torch.full((WIDTH,), 3.0).view(torch.uint8))
+
+    monkeypatch.setattr(sharing.dist, "broadcast", broadcast)
+    found.synchronize()
+    assert len(told) == 1
+    assert all(torch.equal(layers[index].numbers, torch.full((WIDTH,), 3.0)) for index in (5, 6))
+    assert layers[1].numbers is before and not torch.equal(before, layers[5].numbers)
+
+
+def test_a_shared_buffer_is_told_to_this_ranks_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device each of them has a tensor of its own, and what another rank's module has stays on the host."""
+    layers = tables_apart()
+    found = sharing.SharedWeights(layers)
+    (holders,) = (one.layers for one in found.buffers)
+    tie = sharing.Tie(ranks=(0, 1), group=None)
+    found._here, found._ties = frozenset({5, 6}), {holders: tie}
+    before = layers[1].numbers
+    for index in (5, 6):
+        layers[index].numbers = before.clone()
+    told: list[torch.Tensor] = []
+
+    def broadcast(tensor: torch.Tensor, src: int, group: Any) -> None:
+        told.append(tensor)
+        tensor.copy_(torch.full((WIDTH,), 3.0).view(torch.uint8))
+
+    monkeypatch.setattr(sharing.dist, "broadcast", broadcast)
+    found.synchronize()
+    assert len(told) == 1
+    assert all(torch.equal(layers[index].numbers, torch.full((WIDTH,), 3.0)) for index in (5, 6))
+    assert layers[1].numbers is before and not torch.equal(before, layers[5].numbers)
 
 
 LINEAR4, WAVE4, LINEAR2, WAVE2, OFF4 = (

@@ -111,6 +111,10 @@ def models(name: str) -> tuple[Any, Any, str]:
         from support.ordered import ordered_batch, ordered_layers
 
         return ordered_layers, ordered_batch, "hidden"
+    if name == "tables apart":
+        from support.shared_models import batch, same_tables_apart
+
+        return same_tables_apart, batch, "hidden"
     if name.startswith("in place"):
         from support.in_place import MODELS
 

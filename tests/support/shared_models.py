@@ -164,6 +164,20 @@ def tables() -> list[Any]:
     return layers
 
 
+def tables_apart() -> list[Any]:
+    """Three modules with one buffer, which has several copies on a device."""
+    layers = blocks()
+    layers[1], layers[5], layers[6] = Table(), Table(), Table()
+    layers[6].numbers = layers[5].numbers = layers[1].numbers
+    return layers
+
+
+def same_tables_apart() -> list[Any]:
+    """With the same weights every time."""
+    torch.manual_seed(0)
+    return tables_apart()
+
+
 MODELS: dict[str, Callable[[], list[Any]]] = {
     "listed twice": listed_twice,
     "first and last": first_and_last,
@@ -176,6 +190,7 @@ MODELS: dict[str, Callable[[], list[Any]]] = {
     "with a tied spec": with_tied_spec,
     "with names": with_names,
     "tables": tables,
+    "tables apart": tables_apart,
 }
 
 

@@ -71,6 +71,8 @@ class SharedWeights:
         """Of what is shared, in the whole model: the same on every rank."""
         self._ties: dict[tuple[int, ...], Tie] = {}
         """By the layers that share."""
+        self._here: frozenset[int] = frozenset()
+        """Layers of this rank."""
         self._watched: dict[str, tuple[torch.Tensor, int]] = {}
         self.num_watches = 0
 
@@ -87,6 +89,7 @@ class SharedWeights:
 
         Collective in the world.
         """
+        self._here = frozenset(index for index, _ in module.local_layers())
         sharing = dict.fromkeys(shared.layers for shared in (*self.parameters, *self.buffers))
         ranks_of = {layers: tuple(sorted(set(map(module.stage_owner, layers)))) for layers in sharing}
         for ranks in dict.fromkeys(ranks for ranks in ranks_of.values() if len(ranks) > 1):
@@ -137,8 +140,12 @@ class SharedWeights:
         for shared, tie in self._tied(self.parameters):
             _broadcast(shared.tensor, tie)
         for shared, tie in self._tied(self.buffers):
-            layer, name = shared.holders[0]
-            _broadcast(self._modules[layer].get_buffer(name), tie)  # moving to a device makes another tensor
+            # moving to a device makes another tensor for each module of this rank, and leaves other ranks' on the host
+            first, *others = (self._modules[i].get_buffer(name) for i, name in shared.holders if i in self._here)
+            _broadcast(first, tie)
+            for other in others:
+                if other is not first:
+                    other.copy_(first)
 
 
 def ties_of(module: Any) -> list[tuple[int, ...]]:
