@@ -47,6 +47,7 @@ class Effects:
         buffers: names of the buffers of its module that it changes.
         weights: of the parameters of its module that it changes, those that one more forward leaves as they are.
         unsettled: the others that train.
+        unsettled_frozen: the others that do not.
     """
 
     reads: tuple[frozenset[int], ...] = (frozenset(),)
@@ -56,6 +57,12 @@ class Effects:
     buffers: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     unsettled: tuple[str, ...] = ()
+    unsettled_frozen: tuple[str, ...] = ()
+
+    @property
+    def all_weights(self) -> frozenset[str]:
+        """Names of all parameters that the layer changes."""
+        return frozenset((*self.weights, *self.unsettled, *self.unsettled_frozen))
 
     @property
     def leaves_alone(self) -> bool:

@@ -205,7 +205,7 @@ def _tried(
 
 
 def _of_weights(layer: _Copied, arguments: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-    """Names of the weights that it has changed: of those that further forwards leave alone, and of others that train.
+    """Names of the weights that it has changed, by kind: those that further forwards leave alone, and the others.
 
     It runs again on copies of the arguments where there are some.
     """
@@ -214,7 +214,10 @@ def _of_weights(layer: _Copied, arguments: Sequence[Any]) -> dict[str, tuple[str
         return {}
     own = [map_tensors(value, lambda t: t.detach().clone().requires_grad_(t.requires_grad)) for value in arguments]
     stay = settled(lambda: layer.function(*(released(map_tensors(value, torch.clone)) for value in own)), weights)
-    return {"weights": stay, "unsettled": tuple(n for n, w in weights.items() if n not in stay and w.requires_grad)}
+    trained, frozen = (
+        tuple(n for n, w in weights.items() if n not in stay and w.requires_grad is trains) for trains in (True, False)
+    )
+    return {"weights": stay, "unsettled": trained, "unsettled_frozen": frozen}
 
 
 def _aliases(layer: BoundLayer, places: Places, changes: frozenset[int]) -> Iterator[tuple[Argument, Argument]]:

@@ -7,7 +7,7 @@ autograd's count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,16 +67,46 @@ def _set_version(weight: torch.Tensor, version: int) -> None:
 
 
 def check_unsettled(plan: Plan, graph: Graph, effects: Sequence[Effects]) -> None:
-    """Raise a GraphError for a trained weight that each forward makes another, while backwards wait for what it was."""
+    """Raise a GraphError for a weight that each forward makes another.
+
+    For a trained one where backwards wait for what it was, for any where its layer runs again in backward.
+    """
+    check_run_once(graph, effects, plan.recompute)
     for index, effect in enumerate(effects):
         if effect.unsettled and _overlaps(plan, plan.stage_of(index)):
-            raise GraphError(
-                f"layer {graph.layers[index].name} changes its weight {effect.unsettled[0]} in every forward, and each "
-                "time to something else, while microbatches before wait for their backward: their gradients would be "
-                "those of another weight; change it after engine.train_batch, under torch.no_grad(), on every rank "
-                "that holds it",
-                more="in-place",
+            raise changes_while_others_wait(graph.layers[index].name, effect.unsettled[0])
+
+
+def check_run_once(graph: Graph, effects: Sequence[Effects], recompute: Collection[int]) -> None:
+    """Raise a GraphError for a weight that each forward makes another, of a layer that runs again in backward."""
+    for index, effect in enumerate(effects):
+        weights = (*effect.unsettled, *effect.unsettled_frozen)
+        if weights and index in recompute:
+            raise _unsettled(
+                graph.layers[index].name,
+                weights[0],
+                "and runs again in backward (it is recomputed): that would change the weight once more, and gradients "
+                "would be those of another one",
+                ", make it a buffer if it does not train, or do not recompute this layer "
+                "(activation_checkpoint_interval, checkpointable_layers)",
             )
+
+
+def changes_while_others_wait(layer: str, weight: str) -> GraphError:
+    """The error for a trained weight that each forward makes another."""
+    return _unsettled(
+        layer,
+        weight,
+        "while microbatches before wait for their backward: their gradients would be those of another weight",
+    )
+
+
+def _unsettled(layer: str, weight: str, why: str, or_else: str = "") -> GraphError:
+    return GraphError(
+        f"layer {layer} changes its weight {weight} in every forward, and each time to something else, {why}; change "
+        f"it after engine.train_batch, under torch.no_grad(), on every rank that holds it{or_else}",
+        more="in-place",
+    )
 
 
 def _overlaps(plan: Plan, stage: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,10 +206,10 @@ class Counting(Decaying):
 @pytest.mark.parametrize(
     ("layer", "names"),
     [
-        (Normalised(WIDTH, WIDTH), (("weight",), ())),
-        (Decaying(WIDTH, WIDTH), ((), ("weight",))),
-        (Counting(), ((), ())),
-        (nn.Linear(WIDTH, WIDTH), ((), ())),
+        (Normalised(WIDTH, WIDTH), (("weight",), (), ())),
+        (Decaying(WIDTH, WIDTH), ((), ("weight",), ())),
+        (Counting(), ((), (), ("weight",))),
+        (nn.Linear(WIDTH, WIDTH), ((), (), ())),
     ],
     ids=["normalised", "decaying", "frozen", "plain"],
 )
@@ -216,7 +218,7 @@ def test_weights_that_a_layer_changes_are_found_and_put_back(layer: nn.Module, n
     graph, bound = plain("layer"), BoundLayer(Layer(name="layer"), layer)
     hidden, entries, reach = begin(torch.ones(3, WIDTH), {})
     _, effects = discover({0: bound}, graph, hidden, entries, reach)
-    assert (effects[0].weights, effects[0].unsettled) == names
+    assert (effects[0].weights, effects[0].unsettled, effects[0].unsettled_frozen) == names
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
@@ -256,3 +258,14 @@ def test_a_weight_that_does_not_settle_is_refused_where_backwards_wait() -> None
     checked(1)
     with pytest.raises(GraphError, match=r"layer second changes its weight weight in every forward.*train_batch"):
         checked(2)
+
+
+@pytest.mark.parametrize("kind", ["unsettled", "unsettled_frozen", "weights"])
+def test_a_weight_that_does_not_settle_is_refused_where_its_layer_runs_again(kind: str) -> None:
+    graph = plain("first", "second")
+    effects = (Effects(), Effects(**{kind: ("weight",)}))
+    plan = random_plan(graph, 0, ranks=1, microbatches=1, placement=(0, 0))
+    check_unsettled(replace(plan, recompute=(0,)), graph, effects)
+    refused = pytest.raises(GraphError, match=r"layer second changes its weight weight in every .*runs again in")
+    with nullcontext() if kind == "weights" else refused:
+        check_unsettled(replace(plan, recompute=(0, 1)), graph, effects)
