@@ -26,6 +26,7 @@ from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.schedule import BackboneEnds, PulseSchedule
 from deepspeed_pulse.engine.seat import Seat
 from deepspeed_pulse.engine.sharing.shared import ties_of
+from deepspeed_pulse.engine.sharing.unseen import check_changed_weights
 from deepspeed_pulse.errors import RunError
 from deepspeed_pulse.ir.carried import Part, carried_actions, isolated, updates_at
 from deepspeed_pulse.ir.channels import arrivals, make_traffic
@@ -118,7 +119,7 @@ class Lowering:
     def discover(self, part: RankPart, *, training: bool, number: int, estimates: Estimates | None = None) -> None:
         """Try the layers on the microbatch of that number; parts made before are void. Collective in the world."""
         module = self.module
-        self._effects[training] = Discovery(
+        effects = Discovery(
             plan=part.plan,
             graph=module.graph,
             layers=bound_layers(module),
@@ -128,6 +129,8 @@ class Lowering:
             number=number,
             estimates=estimates,
         ).run(part.data(self.reading.batches))
+        check_changed_weights(module, effects)
+        self._effects[training] = effects
         self.clear()
 
 

@@ -7,18 +7,22 @@ import itertools
 import json
 from collections import defaultdict
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.launch import launch
-from support.shared_models import MODELS, REFUSED, WIDTH, tables_apart
-from support.shared_ranks import LOSSES, case_name
+from support.shared_models import MODELS, WIDTH, one_normalises, tables_apart
+from support.shared_ranks import case_name, refused_under
 from support.versions import plain_microbatches
 
+from deepspeed_pulse import TiedLayerSpec
 from deepspeed_pulse.engine.sharing import shared as sharing
-
-from deepspeed_pulse.engine.sharing import shared as sharing
+from deepspeed_pulse.engine.sharing.unseen import check_changed_weights
+from deepspeed_pulse.engine.specs import graph_of
+from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.ir.effects import Effects
 
 Case = dict[str, Any]
 
@@ -83,8 +87,7 @@ def refusals() -> dict[str, list[str]]:
 
 
 def refused() -> list[str]:
-    """All under every plan."""
-    return [case_name({"model": model, **plan}) for plan in PLANS for model in (*REFUSED, *LOSSES)]
+    return [case_name({"model": model, **plan}) for plan in PLANS for model in refused_under(plan)]
 
 
 @pytest.mark.timeout(300)
@@ -116,27 +119,45 @@ def test_a_shared_buffer_is_told_to_this_ranks_own_modules(monkeypatch: pytest.M
     assert layers[1].numbers is before and not torch.equal(before, layers[5].numbers)
 
 
-def test_a_shared_buffer_is_told_to_this_ranks_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device each of them has a tensor of its own, and what another rank's module has stays on the host."""
-    layers = tables_apart()
-    found = sharing.SharedWeights(layers)
-    (holders,) = (one.layers for one in found.buffers)
-    tie = sharing.Tie(ranks=(0, 1), group=None)
-    found._here, found._ties = frozenset({5, 6}), {holders: tie}
-    before = layers[1].numbers
-    for index in (5, 6):
-        layers[index].numbers = before.clone()
-    told: list[torch.Tensor] = []
+SETTLES, GOES_ON = Effects(weights=("inner.weight",)), Effects(unsettled=("inner.weight",))
+COUNTS = Effects(unsettled_frozen=("inner.weight",))
 
-    def broadcast(tensor: torch.Tensor, src: int, group: Any) -> None:
-        told.append(tensor)
-        tensor.copy_(torch.full((WIDTH,), 3.0).view(torch.uint8))
+CHANGED: list[tuple[str, dict[int, Effects], list[int], list[int], bool]] = [
+    ("nobody", {}, [0, 0, 1, 1], [0, 1], True),
+    ("the first alone, on two ranks", {1: SETTLES}, [0, 0, 1, 1], [0, 1], False),
+    ("the second alone, on two ranks", {6: SETTLES}, [0, 0, 1, 1], [0, 1], False),
+    ("both", {1: SETTLES, 6: SETTLES}, [0, 0, 1, 1], [0, 1], True),
+    ("both, and it goes on", {1: GOES_ON, 6: GOES_ON}, [0, 0, 1, 1], [0, 1], False),
+    ("both, and it trains no more", {1: COUNTS, 6: COUNTS}, [0, 0, 1, 1], [0, 1], False),
+    ("the first alone, on one rank", {1: SETTLES}, [0, 0, 1, 1], [0, 0], True),
+    ("the second alone, on one rank", {6: SETTLES}, [0, 0, 1, 1], [0, 0], False),
+    ("the second alone, in one stage", {6: SETTLES}, [0, 0, 0, 0], [0], True),
+]
+"""Who changes a weight that layers 1 and 6 share; the stage of each two layers, the rank of each stage,
+and whether that is one weight."""
 
-    monkeypatch.setattr(sharing.dist, "broadcast", broadcast)
-    found.synchronize()
-    assert len(told) == 1
-    assert all(torch.equal(layers[index].numbers, torch.full((WIDTH,), 3.0)) for index in (5, 6))
-    assert layers[1].numbers is before and not torch.equal(before, layers[5].numbers)
+
+@pytest.mark.parametrize(("who", "effects", "stages", "ranks", "fits"), CHANGED, ids=[one[0] for one in CHANGED])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_shared_weight_that_a_layer_changes(
+    who: str, effects: dict[int, Effects], stages: list[int], ranks: list[int], fits: bool, tied: bool
+) -> None:
+    layers = one_normalises()
+    if tied:
+        layers[1], layers[6] = (TiedLayerSpec("block", torch.nn.Linear, 4, 4) for _ in range(2))
+    module = SimpleNamespace(
+        shared=sharing.SharedWeights(layers),
+        graph=graph_of(layers),
+        plan=SimpleNamespace(stage_of=lambda index: stages[index // 2]),
+        stage_owner=lambda index: ranks[stages[index // 2]],
+        _layer_specs=layers,
+    )
+    all_effects = [effects.get(index, Effects()) for index in range(len(layers))]
+    if fits:
+        check_changed_weights(module, all_effects)
+        return
+    with pytest.raises(GraphError, match=r"share a weight, which .* changes in forward \(inner.weight\)"):
+        check_changed_weights(module, all_effects)
 
 
 LINEAR4, WAVE4, LINEAR2, WAVE2, OFF4 = (

@@ -348,6 +348,30 @@ def same_memory() -> list[Any]:
     return layers
 
 
+class Normalising(Block):
+    """Writes its normalised weight into itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.inner.weight.div_(self.inner.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+def one_normalises() -> list[Any]:
+    layers = blocks()
+    layers[1] = Normalising()
+    layers[6].inner.weight = layers[1].inner.weight
+    return layers
+
+
+REFUSED_APART: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "a weight that one layer normalises": (
+        one_normalises,
+        "layers 1.Normalising and 6.Block share a weight, which 1.Normalising changes in forward (inner.weight)",
+    ),
+}
+"""The same, where the layers lie on several ranks."""
+
 REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "two specs of one module": (specs_of_one_module, "layers 1.Around and 6.Around are built with one parameter"),
     "a spec of a listed module": (spec_of_a_listed_module, "layers 0.Block and 7.Around are built with one parameter"),

@@ -14,7 +14,7 @@ import torch
 from support.parity import share_groups
 from support.precision_ranks import allow_fp16, cast, mse
 from support.reference import Unpartitioned, error
-from support.shared_models import MODELS, REFUSED, batch, blocks, kept_module
+from support.shared_models import MODELS, REFUSED, REFUSED_APART, batch, blocks, kept_module
 
 from deepspeed_pulse.errors import GraphError
 
@@ -46,9 +46,13 @@ def refuses(plans: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     share_groups()
     for plan in plans:
-        for name in (*REFUSED, *LOSSES):
+        for name in refused_under(plan):
             case = {"model": name, **plan}
             print("CASE", json.dumps([case_name(case), refusal_problem(case)]), flush=True)
+
+
+def refused_under(plan: dict[str, Any]) -> list[str]:
+    return [*REFUSED, *LOSSES, *(REFUSED_APART if plan["P"] > 1 and "pulse" not in plan else ())]
 
 
 LOSSES = {
@@ -80,8 +84,9 @@ def loss_of(name: str, layers: list[Any]) -> Any:
 def refusal_problem(case: dict[str, Any]) -> str | None:
     """What is wrong with the error that a case raises before any weight has moved; None: nothing."""
     kept_module.cache_clear()
-    if case["model"] in REFUSED:
-        make, text = REFUSED[case["model"]]
+    lists = REFUSED | REFUSED_APART
+    if case["model"] in lists:
+        make, text = lists[case["model"]]
         layers, loss_fn = make(), mse
     else:
         layers, text = blocks(), LOSSES[case["model"]]

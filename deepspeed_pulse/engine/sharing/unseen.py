@@ -18,6 +18,7 @@ from deepspeed_pulse.engine.sharing.closures import weights_reached
 from deepspeed_pulse.engine.sharing.shared import SharedWeights
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.errors import GraphError
+from deepspeed_pulse.ir.effects import Effects
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.stage import module_of
 
@@ -97,6 +98,48 @@ def check_buffers(shared: SharedWeights) -> None:
         raise_everywhere(problem, "the step")
     if problem is not None:
         raise problem
+
+
+def check_changed_weights(module: Any, effects: Sequence[Effects]) -> None:
+    """Raise a :class:`GraphError`, with the layers, for a shared weight that not all who read it would find changed.
+
+    In one process a layer that changes a weight in forward changes it for all that share it. Copies on other ranks stay
+    as they are, unless each layer normalises them as well; so does a weight that a stage before has read already.
+    ``effects``: of all layers.
+    """
+    stage_of = module.stage_owner if module.plan is None else module.plan.stage_of
+    for holders in _places(module, effects):
+        layers = list(dict.fromkeys(index for index, _ in holders))
+        changed = {index: name for index, name in holders if name in effects[index].all_weights}
+        if not changed or len(set(map(stage_of, layers))) == 1:
+            continue
+        if len(set(map(module.stage_owner, layers))) > 1:
+            fits = len(changed) == len(layers) and all(name in effects[i].weights for i, name in changed.items())
+            where = "lie on several ranks: each has a copy, which would change alone"
+        else:
+            fits = layers[0] in changed
+            where = "the first stage reads it unchanged: with more microbatches in flight it would do so more often"
+        if not fits:
+            changer, name = next(iter(changed.items()))
+            raise GraphError(
+                f"layers {_listed(module.graph, layers)} share a weight, which {module.graph.layers[changer].name} "
+                f"changes in forward ({name}), and {where}; normalise it where it is read, without changing it, give "
+                "each layer a weight of its own, or cut so that they lie in one stage (partition_method, "
+                '"placement")',
+                more="shared-weights",
+            )
+
+
+def _places(module: Any, effects: Sequence[Effects]) -> Iterator[Sequence[tuple[int, str]]]:
+    """Of each weight that several layers share, their indices and its names there; of tied ones, those that change."""
+    yield from (shared.holders for shared in module.shared.parameters)
+    keys: dict[Any, list[int]] = {}
+    for index, layer in enumerate(module._layer_specs):
+        if isinstance(layer, upstream.TiedLayerSpec):
+            keys.setdefault(layer.key, []).append(index)
+    for indices in keys.values():
+        for name in sorted(frozenset[str]().union(*(effects[index].all_weights for index in indices))):
+            yield [(index, name) for index in indices]
 
 
 def _listed(graph: Graph, layers: Sequence[int]) -> str:
