@@ -20,7 +20,7 @@ from deepspeed_pulse.ir.effects import Argument, Effects, Version
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.runtime.owning import cut_off, released
 from deepspeed_pulse.runtime.payload import as_payload, map_tensors, tensors_in
-from deepspeed_pulse.runtime.settling import settled
+from deepspeed_pulse.runtime.settling import set_version, settled
 from deepspeed_pulse.runtime.stage import BoundLayer, module_of, naming, put_buffers, unstash, versions_of
 
 _NUMBERS = 1 << 32
@@ -218,6 +218,24 @@ def _of_weights(layer: _Copied, arguments: Sequence[Any]) -> dict[str, tuple[str
         tuple(n for n, w in weights.items() if n not in stay and w.requires_grad is trains) for trains in (True, False)
     )
     return {"weights": stay, "unsettled": trained, "unsettled_frozen": frozen}
+
+
+def changed_weights(function: Callable[..., Any], arguments: Sequence[Any]) -> Effects:
+    """The weights that a layer with a module changes; nothing else is looked at.
+
+    It is left as it was, to autograd too: backwards of forwards before may still come.
+    """
+    module = module_of(function)
+    assert module is not None
+    before = {parameter: parameter._version for parameter in module.parameters()}
+    own = [map_tensors(value, lambda t: t.detach().clone()) for value in arguments]
+    with torch.no_grad(), _on_a_copy(function) as layer:  # where a checkpoint counts what is kept, nothing is
+        layer.function(*(map_tensors(value, torch.clone) for value in own))
+        found: dict[str, Any] = _of_weights(layer, own)
+    for parameter, version in before.items():
+        if parameter._version != version:
+            set_version(parameter, version)
+    return Effects(**found)
 
 
 def _aliases(layer: BoundLayer, places: Places, changes: frozenset[int]) -> Iterator[tuple[Argument, Argument]]:

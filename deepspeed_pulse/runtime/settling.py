@@ -47,18 +47,28 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @contextmanager
 def found_again(weights: Sequence[torch.Tensor]) -> Iterator[None]:
     """Around a forward of the layer that changes these weights to what they are."""
-    begun = []
+    begun = begin_forward(weights)
+    yield
+    end_forward(weights, begun)
+
+
+def begin_forward(weights: Sequence[torch.Tensor]) -> list[int]:
+    """Weights that nobody has changed since the last forward get the numbers it began with; the numbers they have."""
     for weight in weights:
         before, after = getattr(weight, _SEEN, (None, None))
         if before is not None and weight._version == after:
-            _set_version(weight, before)
-        begun.append(weight._version)
-    yield
+            set_version(weight, before)
+    return [weight._version for weight in weights]
+
+
+def end_forward(weights: Sequence[torch.Tensor], begun: Sequence[int]) -> None:
+    """Remember the numbers of a forward that began with these."""
     for weight, before in zip(weights, begun, strict=True):
         setattr(weight, _SEEN, (before, weight._version))
 
 
-def _set_version(weight: torch.Tensor, version: int) -> None:
+def set_version(weight: torch.Tensor, version: int) -> None:
+    """Autograd counts on from there: whoever calls it knows that the tensor is what it was at that number."""
     change: Any = torch._C._autograd._unsafe_set_version_counter
     try:
         change((weight,), (version,))

@@ -307,6 +307,15 @@ FIRST_STEPS = {
             "layer changer changes in place memory of 's3', which a later layer pops",
         ),
     ),
+    **dict.fromkeys(
+        (f"a weight that every forward changes, recomputed, {way}" for way in ("on", "off")),
+        (
+            "GraphError",
+            "layer down_2 changes its weight inner.weight in every forward",
+            "and runs again in backward",
+            "or do not recompute this layer",
+        ),
+    ),
     "a weight that every forward changes": (
         "GraphError",
         "layer down_2 changes its weight inner.weight in every forward",

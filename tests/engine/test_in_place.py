@@ -26,6 +26,7 @@ CASES = {
         "normalised": {
             **{way: WAYS[way] for way in ("wave", "replicas", "recomputed by twos", "recomputed, reentrant")},
             "in halves": {"placement": "linear", "pulse": {"split_backward": True}},
+            "off": {"enabled": False},
         },
     }.items()
     for way, changes in ways.items()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.in_place import WIDTH, Normalised
+from torch import nn
 
+from deepspeed_pulse.engine.relay.changed import ChangedWeights
 from deepspeed_pulse.engine.relay.tuples import Headers, pack, pack_batch, unpack, unpack_batch
-from deepspeed_pulse.errors import BatchError
+from deepspeed_pulse.engine.specs import graph_of
+from deepspeed_pulse.errors import BatchError, GraphError
 
 
 def values(*, graded: bool = True) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -52,3 +57,68 @@ def test_a_batch_says_what_it_holds_by_shapes_alone() -> None:
     found, again = unpack_batch(on_a_device, tuple(named))
     assert found.shape == hidden.shape
     assert [type(value) for value in again.values()] == [torch.Tensor, tuple, torch.Tensor]
+
+
+class Layers(nn.Sequential):
+    """A module's layers, the upstream way."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.graph = graph_of(layers)
+
+    def local_layers(self) -> list[Any]:
+        return list(enumerate(self))
+
+
+class Decaying(nn.Linear):
+    """Its weight is another one after every forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def watched(module: nn.Module, *, micro_batches: int = 2) -> Any:
+    """Runs a forward of the first of two ranks."""
+    engine = SimpleNamespace(module=module, micro_batches=micro_batches, num_stages=2, stage_id=0, device="cpu")
+    changed = ChangedWeights(engine)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with changed.watching():
+            return module(x)
+
+    return forward
+
+
+def test_a_weight_that_is_normalised_in_forward_serves_all_microbatches_in_flight() -> None:
+    torch.manual_seed(0)
+    module, alone = (Layers(Normalised(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Normalised(WIDTH, 3)) for _ in "ab")
+    alone.load_state_dict(module.state_dict())
+    forward, data = watched(module), [torch.randn(2, WIDTH) for _ in range(3)]
+    for _ in range(2):
+        module.eval()
+        forward(data[0])
+        module.train()
+        for output in [forward(x) for x in data]:
+            output.square().mean().backward()
+        for x in data:
+            alone(x).square().mean().backward()
+        for (name, one), other in zip(module.named_parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7), name
+        with torch.no_grad():
+            for p in (*module.parameters(), *alone.parameters()):
+                p.sub_(0.1 * p.grad)
+                p.grad = None
+    assert [bool(layer._forward_hooks) for layer in module] == [True, False, True], "others are left alone"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_weight_that_goes_on_changing_is_refused_where_backwards_wait(micro_batches: int) -> None:
+    forward = watched(Layers(Decaying(WIDTH, WIDTH)), micro_batches=micro_batches)
+    forward(torch.ones(2, WIDTH)).sum().backward()
+    if micro_batches == 1:
+        forward(torch.ones(2, WIDTH)).sum().backward()
+        return
+    with pytest.raises(GraphError, match=r"changes its weight weight in every forward.*while microbatches before"):
+        forward(torch.ones(2, WIDTH))

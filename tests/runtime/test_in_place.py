@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from deepspeed_pulse.errors import GraphError, RunError
 from deepspeed_pulse.ir.effects import INPUT, Argument, Effects, Version, changed_from_outside, with_versions
 from deepspeed_pulse.ir.graph import Graph, Layer
-from deepspeed_pulse.runtime.discovery import Extent, _renewed, begin, discover
+from deepspeed_pulse.runtime.discovery import Extent, _renewed, begin, changed_weights, discover
 from deepspeed_pulse.runtime.owning import copied, released
 from deepspeed_pulse.runtime.settling import check_unsettled
 from deepspeed_pulse.runtime.stage import BoundLayer
@@ -220,6 +220,9 @@ def test_weights_that_a_layer_changes_are_found_and_put_back(layer: nn.Module, n
     _, effects = discover({0: bound}, graph, hidden, entries, reach)
     assert (effects[0].weights, effects[0].unsettled, effects[0].unsettled_frozen) == names
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    versions = [p._version for p in layer.parameters()]
+    assert changed_weights(layer, (torch.ones(3, WIDTH),)) == replace(effects[0], reads=Effects().reads)
+    assert [p._version for p in layer.parameters()] == versions, "a backward that waits finds what it left"
 
 
 @pytest.mark.parametrize("halves", [0.0, 1.0])

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,11 @@ def decaying() -> list[Any]:
     from deepspeed_pulse import LayerSpec
 
     return layers_with(2, LayerSpec(Decaying, pop="temb", stash="s2", layer_name="down_2"))
+
+
+def recomputes_decaying(pulse: Any) -> None:
+    """On one rank, where no other microbatch waits."""
+    engine(pulse, layers=decaying(), stages=1, activation_checkpoint_interval=1).train_batch(batches())
 
 
 def without_local_rank() -> None:
@@ -695,6 +701,10 @@ def first_steps(plan: str) -> None:
         "a view of what is changed, linear": lambda: engine({"placement": "linear"}, layers=changed_view()).train_batch(
             batches()
         ),
+        **{
+            f"a weight that every forward changes, recomputed, {way}": partial(recomputes_decaying, pulse)
+            for way, pulse in (("on", {"placement": "linear"}), ("off", {"enabled": False}))
+        },
         "a weight that every forward changes": lambda: engine({"placement": "linear"}, layers=decaying()).train_batch(
             batches()
         ),

@@ -52,7 +52,7 @@ def refuses(plans: list[dict[str, Any]]) -> None:
 
 
 def refused_under(plan: dict[str, Any]) -> list[str]:
-    return [*REFUSED, *LOSSES, *(REFUSED_APART if plan["P"] > 1 and "pulse" not in plan else ())]
+    return [*REFUSED, *LOSSES, *(REFUSED_APART if plan["P"] > 1 else ())]
 
 
 LOSSES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from deepspeed_pulse.engine.device import DeviceClock
 from deepspeed_pulse.engine.gradients.completion import complete, mark_replicated, norm_of_nothing_is_zero, sum_tied
 from deepspeed_pulse.engine.gradients.scaling import scaled_without_zero
 from deepspeed_pulse.engine.observation import events, notes
+from deepspeed_pulse.engine.relay.changed import ChangedWeights
 from deepspeed_pulse.engine.relay.tuples import bytes_by_label, live_after, pack_batch
 from deepspeed_pulse.engine.replaced import replaced_instructions
 from deepspeed_pulse.engine.sharing.unseen import check_buffers
@@ -37,6 +39,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         norm_of_nothing_is_zero(self.optimizer)
         if self.module.pulse is not None:
             events.share_monitor(self)
+        self._changed = ChangedWeights(self)
         self._sent: Counter[str] = Counter()
         self._warned = self.global_rank != 0
         self._clock = DeviceClock(torch.device(self.device))
@@ -109,6 +112,10 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
         buffer: torch.Tensor = self._allocate_buffer(shape, dtype=dtype, num_buffers=1)[0]
         return buffer
 
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        with nullcontext() if self.module.pulse is None else self._changed.watching():
+            super()._exec_forward_pass(buffer_id)
+
     def _exec_backward_pass(self, buffer_id: int) -> None:
         if self.module.pulse is not None and self.is_last_stage():
             self.loss: Any = scaled_without_zero(self.loss, self.optimizer)
@@ -117,6 +124,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
     def _exec_reduce_tied_grads(self) -> None:
         if self.module.pulse is not None:
             check_buffers(self.module.shared)
+            self._changed.check()
         complete(self.optimizer)
         sum_tied(self.module.get_tied_weights_and_groups(), self.optimizer)
 
@@ -137,6 +145,7 @@ class RelayEngine(CommonEngine, EngineDividingOnce):
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,
+        upstream_schedule.ForwardPass: _exec_forward_pass,
         upstream_schedule.BackwardPass: _exec_backward_pass,
         upstream_schedule.OptimizerStep: _exec_optimizer_step,
         upstream_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,

@@ -76,10 +76,10 @@ NAMES = {
         _INSTRUCTION_MAP _aggregate_total_loss _allocate_buffer _allocate_or_extend_buffers _backward_epilogue
         _backward_prologue _backward_prologue_per_tensor _bcast_pipe_scalar _broadcast_model _check_for_duplicates
         _compute_loss _config _configure_basic_optimizer _configure_checkpointing _configure_lr_scheduler
-        _configure_optimizer _copy_recovery_script _curr_ckpt_path _exec_backward_pass _exec_optimizer_step
-        _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _exec_send_activations _exec_send_grads
-        _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name _get_zero_ckpt_name _get_zero_param_shapes
-        _global_grad_norm _inference_schedule _loss_stage_global_rank _next_batch _reduce_outputs
+        _configure_optimizer _copy_recovery_script _curr_ckpt_path _exec_backward_pass _exec_forward_pass
+        _exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _exec_send_activations
+        _exec_send_grads _get_all_ckpt_names _get_ckpt_name _get_rank_zero_ckpt_name _get_zero_ckpt_name
+        _get_zero_param_shapes _global_grad_norm _inference_schedule _loss_stage_global_rank _next_batch _reduce_outputs
         _running_engine_backward _save_checkpoint _save_zero_checkpoint _take_model_step _train_schedule
         allreduce_gradients basic_optimizer bfloat16_enabled buffered_allreduce_fallback checkpoint_engine
         client_lr_scheduler clip_fp32_gradients communication_data_type config data_iterator destroy device
@@ -107,7 +107,8 @@ NAMES = {
     "deepspeed.runtime.pipe.module.TiedLayerSpec": "build forward_fn key typename",
     "deepspeed.runtime.pipe.module.ds_utils": "set_random_seed",
     "deepspeed.runtime.pipe.schedule": """
-        BackwardPass OptimizerStep PipeInstruction ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule
+        BackwardPass ForwardPass OptimizerStep PipeInstruction ReduceGrads ReduceTiedGrads SendActivation SendGrad
+        TrainSchedule
     """,
     "deepspeed.runtime.pipe.schedule.TrainSchedule": "num_pipe_buffers steps",
     "deepspeed.runtime.pipe.topology": "ProcessTopology",
