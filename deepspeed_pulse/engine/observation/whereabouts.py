@@ -210,9 +210,11 @@ class Whereabouts:
         return done == [True]
 
     def _beat(self, place: Callable[[], Activity]) -> None:
-        going_on = True
-        while going_on and _quietly(lambda: self._write(self._connection, place())):
-            going_on = not self._ended.is_set()  # the last line says that this rank has ended
+        is_last = False
+        while not is_last:
+            is_last = self._ended.is_set()  # before the line is made, which then says that this rank has ended
+            if not _quietly(lambda: self._write(self._connection, place())):
+                return
             self._ended.wait(self._beat_seconds)
 
     def _write(self, store: Any, place: Activity) -> None:
