@@ -26,6 +26,7 @@ from deepspeed_pulse.engine.observation.program import Program
 from deepspeed_pulse.engine.observation.progress import DeviceProgress
 from deepspeed_pulse.engine.observation.watchdog import OUTSIDE, Watchdog
 from deepspeed_pulse.engine.observation.whereabouts import Activity, Whereabouts
+from deepspeed_pulse.engine.starting import setting_up
 from deepspeed_pulse.errors import PeerError
 
 TIMEOUT = 0.05
@@ -178,7 +179,8 @@ def begin(store: Any, rank: int, size: int, timeout: float = 1000.0, act: Any = 
 def line_of(dog: Watchdog, rank: int, **changes: Any) -> None:
     """Another rank's line, as if it had written it."""
     process = {"machine": "", "number": 0, "started": ""}
-    line = {"doing": "there", "seconds": 1.0, "inside": True, "gave_up": "", "ended": False, "at": time.time()}
+    line = {"doing": "there", "seconds": 1.0, "inside": True, "gave_up": "", "ended": False, "left": ""}
+    line["at"] = time.time()
     line["host"] = socket.gethostname()
     assert dog._whereabouts is not None
     dog._whereabouts._store.set(
@@ -244,7 +246,9 @@ def test_a_rank_that_is_gone_is_not_waited_for(store: Any, gone_process: Any, mo
     assert said == [], "outside there is nothing that it could wait for"
     with dog.watching_patiently("building layers"):
         assert soon(lambda: bool(said))
-    assert "rank 0 has been in building layers for" in said[0] and "and rank 1 is gone; this rank ends" in said[0]
+    assert "rank 0 has been in building layers for" in said[0]
+    gone = f"rank 1: is gone, its process {gone_process['number']} was killed or crashed; it was in there"
+    assert f"s and cannot go on: {gone}; this rank ends" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -339,6 +343,29 @@ def test_a_host_on_which_a_rank_lives_is_not_lost(store: Any, monkeypatch: pytes
     text = where.text(Activity("here"))
     assert "rank 1 (host second): no sign of life" in text and "rank 2 (host second): in there for" in text
     assert "host second gives" not in text
+
+
+def test_a_rank_that_ends_after_an_error_is_told_and_not_waited_for(store: Any, monkeypatch: Any) -> None:
+    """On another host nothing but its last line tells; ``timeout_seconds`` is 1000 s."""
+    monkeypatch.setattr(watchdog, "PARTING_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "beat_seconds", lambda timeout_seconds: BEAT)
+    said: list[str] = []
+    dog, failing = begin(store, 0, 4, act=said.append), begin(store, 1, 4)
+    line_of(dog, 2, ended=True, **AWAY)
+    line_of(dog, 3, left="ValueError: the cause", doing="loading,", at=time.time() - 10.0)
+    monkeypatch.setattr(failing._whereabouts, "_mine", Process("another", 7, "1"))
+    monkeypatch.setattr(sys, "last_value", MemoryError("no more\nsecond line"), raising=False)
+    setting_up._end(failing)
+    with dog.watching("action 0B0 (stage 0, microbatch 0)"):  # which may last as long as a rank may be silent
+        assert soon(lambda: bool(said))
+    first, here = said[0].splitlines()[0], rf"\(host {re.escape(socket.gethostname())}\)"
+    cause = rf"rank 3 {here}: has ended in loading: ValueError: the cause"
+    other = rf"rank 1 {here}: has ended in the training script, outside of pulse: MemoryError: no more"
+    assert re.search(rf"^rank 0 has been in action 0B0 .* s and cannot go on: {cause}; {other}; this", first), first
+    assert "rank 2" not in first, "it has ended as it should"
+    last = json.loads(store.get("deepspeed_pulse/whereabouts/0"))
+    assert last["left"] == first.partition("; this rank ends")[0][:200] and not last["ended"]
 
 
 class StoppedStore:

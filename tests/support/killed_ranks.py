@@ -298,7 +298,9 @@ def is_named(strike: Strike, log: str) -> bool:
     if isinstance(strike.victim, str):
         return re.search(r"rank \d is in [^\n]+, and the launcher \(process \d+\) is gone", log) is not None
     victim = strike.victim
-    fate = "no sign of life" if strike.number == signal.SIGSTOP else "is gone, its process"
+    killed = "is gone, its process"
+    fates: dict[int, str] = {signal.SIGSTOP: "no sign of life", signal.SIGTERM: f"(has ended in|{killed})"}
+    fate = fates.get(strike.number, killed)
     who = rf"rank {victim}: {fate}|ranks? [\d, ]*\b{victim}\b[\d, ]* of this machine is gone"
     if victim == 0:
         who += "|the store of the process group does not answer: the process that holds it"

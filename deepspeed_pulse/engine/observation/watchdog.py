@@ -122,6 +122,11 @@ class Watchdog:
         if self._whereabouts is not None:
             self._whereabouts.end()
 
+    def leave(self, reason: str) -> None:
+        """The process ends after an error, or for what the watchdog has found: the others are told."""
+        if self._whereabouts is not None:
+            self._whereabouts.leave(reason)
+
     def enter(self, doing: str) -> None:
         """The rank starts something that must be over in time."""
         self._place = Activity(doing, patience=self.timeout_seconds)
@@ -202,15 +207,21 @@ class Watchdog:
     def _asked_to_stop(self) -> None:
         """SIGTERM before there is an engine that could save: nothing is lost by ending."""
         what = f"rank {self._rank}: SIGTERM in {self._place.doing}: this rank ends"
-        _end_process(f"{what}{self._where_all_are()}", status=143)
+        _end_process(f"{what}{self._parting(what)}", status=143)
 
     def _watch(self) -> None:
         while True:
             time.sleep(beat_seconds(self.timeout_seconds))
             problem = self._problem(self._waiting_in())
             if problem:
-                self._act(f"{problem}; this rank ends{self._where_all_are()}")
+                self._act(f"{problem}; this rank ends{self._parting(problem)}")
                 return
+
+    def _parting(self, reason: str) -> str:
+        """Where all are; then the others know that this rank ends."""
+        where = self._where_all_are()
+        self.leave(reason)
+        return where
 
     def _problem(self, place: Activity) -> str:
         """Why the rank cannot go on; empty where it can."""
@@ -253,25 +264,27 @@ class Watchdog:
     def _missing_rank(self, place: Activity, seconds: float) -> str:
         """Another rank that this one must not wait for; empty where there is none."""
         assert self._whereabouts is not None
+        doing = f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s and"
+        every = min(self.timeout_seconds / 4, READ_SECONDS)
         if place is not self._looked_at:
-            self._looked_at, self._gone_since, self._next_look = place, None, time.monotonic() + 1.0
+            # where others may be long, their silence counts from the first look
+            first = every if place.patience == self.timeout_seconds else 1.0
+            self._looked_at, self._gone_since, self._next_look = place, None, time.monotonic() + first
             self._whereabouts.look_anew()
-        gone = self._whereabouts.gone()
-        if gone:
-            if self._gone_since is None:
-                self._gone_since = time.monotonic()
-                self._whereabouts.meet()  # what they said last: they may have ended as they should
-            if time.monotonic() - self._gone_since > min(self.timeout_seconds, PARTING_SECONDS):
-                return f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s, and {named(gone)} is gone"
-        if place.patience == self.timeout_seconds or time.monotonic() < self._next_look:
-            return ""
-        self._next_look = time.monotonic() + min(self.timeout_seconds / 4, READ_SECONDS)
-        absent = self._whereabouts.absent(self.timeout_seconds)
-        in_vain = (
-            f"rank {self._rank} has been in {place.doing} for {seconds:.0f} s and waits for others in vain, for longer "
-            f'than "timeout_seconds" = {self.timeout_seconds:g}: {"; ".join(absent[:4])}'
-        )
-        return in_vain if absent else ""
+        absent = list[str]()
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + every
+            absent = self._whereabouts.absent(self.timeout_seconds)
+        lost = self._whereabouts.lost()
+        if not lost:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = time.monotonic()
+            self._whereabouts.meet()  # what they said last: they may have ended as they should
+        elif time.monotonic() - self._gone_since > min(self.timeout_seconds, PARTING_SECONDS):
+            return f"{doing} cannot go on: {'; '.join(lost[:4])}"
+        in_vain = f'waits for others in vain, for longer than "timeout_seconds" = {self.timeout_seconds:g}'
+        return f"{doing} {in_vain}: {'; '.join(absent[:4])}" if absent else ""
 
     def _where_all_are(self) -> str:
         return "" if self._whereabouts is None else f"\n{self._whereabouts.text(self._place)}"

@@ -1,10 +1,10 @@
 """Where every rank is, kept in the store of the default process group, to say who is late or gone when one is.
 
-A thread of each rank writes a line about once a second; nothing is written per action. Whoever gives up reads the lines
-of all. A rank that is stopped writes no more: its line is old, and says where it was. Lines also name the ranks'
-processes: of one on the same machine that has ended without a word, the others know at once. Of a rank on another
-machine they know when lines no longer come; clocks of machines differ, so how old its line is counts from the freshest
-one that was read.
+A thread of each rank writes a line about once a second; nothing is written per action. Whoever gives up, or has waited
+long, reads the lines of all. A rank that is stopped writes no more: its line is old, and says where it was. One that
+ends after an error says so in its last line. Lines also name the ranks' processes: of one on the same machine that has
+ended without a word, the others know at once. Of such a rank on another machine they know when lines no longer come;
+clocks of machines differ, so how old its line is counts from the freshest one that was read.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Whereabouts:
         self._beat_seconds = beat_seconds
         self._mine = this_process()
         self._ended = threading.Event()
+        self._left = ""
+        """Why this rank ends, where it is after an error."""
         self._thread: threading.Thread | None = None
         self._answers = True
         self._unanswered_since: float | None = None
@@ -81,9 +83,17 @@ class Whereabouts:
 
     def end(self) -> None:
         """This rank ends as it should, or leaves this group: its last line says so."""
+        self._say_last(ANSWER_SECONDS)
+
+    def leave(self, reason: str) -> None:
+        """This rank ends after an error: its last line says so, if the store answers, and no rank waits for it long."""
+        self._left = reason.splitlines()[0][:LONGEST_REASON]
+        self._say_last(self._answer_seconds)
+
+    def _say_last(self, seconds: float) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(ANSWER_SECONDS)
+            self._thread.join(seconds)
 
     def tell(self, place: Activity) -> None:
         """Write where this rank is, at once."""
@@ -93,12 +103,20 @@ class Whereabouts:
         """Read all lines, so that the others' processes are known when the store is gone."""
         self._ask(self._read)
 
-    def gone(self) -> list[int]:
-        """Ranks on this machine whose processes have ended without a word."""
+    def lost(self) -> list[str]:
+        """Lines of ranks that nobody need wait for, by what was read last: they ended after an error, the first first.
+
+        Of a rank on this machine its process tells, too.
+        """
+        over = {rank: line for rank, line in self._known.items() if line["left"] or _is_gone(line)}
+        return [text for _, text in sorted(map(self._row, over), key=lambda row: -row[0])]
+
+    def _gone(self) -> list[int]:
+        """Ranks on this machine whose processes have ended, and not as they should."""
         return [rank for rank, line in self._known.items() if _is_gone(line)]
 
     def gone_soon(self, seconds: float) -> list[int]:
-        """The same, waited for: a connection is closed a little before its process is gone.
+        """Ranks on this machine that are gone, waited for: a connection is closed a little before its process is gone.
 
         Where none is, ranks on other machines are waited for until they have written, or have been silent for as long
         as :meth:`text` says so.
@@ -106,23 +124,26 @@ class Whereabouts:
         began = time.monotonic()
         answered = self._ask(self._read)
         before = {rank: line["at"] for rank, line in self._known.items() if self._is_elsewhere(line)}
-        while not self.gone() and time.monotonic() < began + seconds:
+        while not self._gone() and time.monotonic() < began + seconds:
             time.sleep(0.05)
         end = began + seconds + self._silence
-        while answered and not self.gone() and time.monotonic() < end and self._are_unsure(before):
+        while answered and not self._gone() and time.monotonic() < end and self._are_unsure(before):
             time.sleep(self._beat_seconds / 4)
             answered = self._ask(self._read)
-        return self.gone()
+        return self._gone()
 
     def _are_unsure(self, before: dict[int, float]) -> bool:
         """True while a rank may be dead or not: it was as it is now and has been for too short a time."""
         return any(
-            line["at"] == before.get(rank) and not line["ended"] and self._silent(rank, line) <= self._silence
+            line["at"] == before.get(rank) and not _is_last(line) and self._silent(rank, line) <= self._silence
             for rank, line in self._known.items()
         )
 
     def absent(self, seconds: float) -> list[str]:
-        """Lines of ranks that have given no sign of life while this rank looked, for so long, or gave up or ended."""
+        """Lines of ranks that have given no sign of life while this rank looked, for so long, or gave up or ended.
+
+        Reads all lines, which :meth:`lost` needs, too.
+        """
         began = time.monotonic()
         answered = self._ask(self._read)
         now = time.monotonic()
@@ -131,8 +152,8 @@ class Whereabouts:
             return [self._no_store()] if now - self._unanswered_since > seconds else []
         found = []
         for rank in range(self._world_size):
-            line = self._known.get(rank, {})
-            sign = None if line.get("ended") or line.get("gave_up") else line.get("at")
+            line = self._known.get(rank)
+            sign = None if line is None or _is_last(line) or line["gave_up"] else line["at"]
             before = self._unchanged.setdefault(rank, (sign, now))
             if before[0] != sign:
                 self._unchanged[rank] = sign, now
@@ -145,7 +166,7 @@ class Whereabouts:
         if not self._ask(self._read):
             return False
         lines = [line for rank, line in self._known.items() if rank != self._rank]
-        if len(lines) < self._world_size - 1 or any(line["gave_up"] or line["ended"] for line in lines):
+        if len(lines) < self._world_size - 1 or any(line["gave_up"] or _is_last(line) for line in lines):
             return False
         waiting = all(line["waits"] and line["seconds"] > seconds for line in lines)
         return waiting and any(line["meets"] for line in lines)
@@ -174,7 +195,7 @@ class Whereabouts:
         found: dict[str, list[tuple[int, bool]]] = {}
         for rank, line in self._known.items():
             if self._is_elsewhere(line):
-                is_lost = not line["ended"] and not line["gave_up"] and self._silent(rank, line) > self._silence
+                is_lost = not _is_last(line) and not line["gave_up"] and self._silent(rank, line) > self._silence
                 found.setdefault(line["host"], []).append((rank, is_lost))
         return [
             f"host {host} gives no sign of life ({named([rank for rank, _ in ranks])}): it is down, or its network is"
@@ -204,10 +225,14 @@ class Whereabouts:
 
         thread = threading.Thread(target=lambda: done.append(_quietly(ask)), daemon=True)
         thread.start()
-        # a store that has been waited for in vain is not waited for again
-        thread.join(ANSWER_SECONDS if self._answers else ANSWER_SECONDS / 10)
+        thread.join(self._answer_seconds)
         self._answers = bool(done)
         return done == [True]
+
+    @property
+    def _answer_seconds(self) -> float:
+        """A store that has been waited for in vain is not waited for again."""
+        return ANSWER_SECONDS if self._answers else ANSWER_SECONDS / 10
 
     def _beat(self, place: Callable[[], Activity]) -> None:
         is_last = False
@@ -229,7 +254,8 @@ class Whereabouts:
             "gave_up": place.gave_up,
             "waits": place.meets or bool(place.communication),
             "meets": place.meets and not place.communication,
-            "ended": self._ended.is_set(),
+            "ended": self._ended.is_set() and not self._left,
+            "left": self._left,
             "at": time.time(),
             "host": socket.gethostname(),
             "process": asdict(self._mine),
@@ -265,7 +291,9 @@ class Whereabouts:
         who = f"rank {rank} ({host})" if host else f"rank {rank}"
         if line is None:
             return float("inf"), f"{who}: has not begun, or nothing is known of it"
-        doing = line["doing"]
+        doing, silent = line["doing"], self._silent(rank, line)
+        if line["left"]:  # the first to end is the cause
+            return 1e12 + silent, f"{who}: has ended in {doing.rstrip(',')}: {line['left']}"
         if line["gave_up"]:
             return 1e12, f"{who}: gave up in {doing}: {line['gave_up'][:LONGEST_REASON]}"
         if line["ended"]:
@@ -273,7 +301,6 @@ class Whereabouts:
         if _is_gone(line):
             number = line["process"]["number"]
             return float("inf"), f"{who}: is gone, its process {number} was killed or crashed; it was in {doing}"
-        silent = self._silent(rank, line)
         seconds = line["seconds"] + silent
         if rank == self._rank or silent <= self._silence:
             return seconds, f"{who}: in {doing} for {seconds:.1f} s"
@@ -290,6 +317,11 @@ def of_default_group(rank: int, beat_seconds: float) -> Whereabouts | None:
     except (AttributeError, ValueError):  # MPI
         return None
     return None if store is None or world_size == 1 else Whereabouts(store, rank, world_size, beat_seconds)
+
+
+def _is_last(line: dict[str, Any]) -> bool:
+    """True for a line after which its rank writes no other."""
+    return bool(line["ended"] or line["left"])
 
 
 def _is_gone(line: dict[str, Any]) -> bool:

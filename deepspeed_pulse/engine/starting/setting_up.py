@@ -26,7 +26,7 @@ from deepspeed_pulse.engine.sharing.unseen import check_functions, check_shared
 from deepspeed_pulse.engine.specs import unwrap
 from deepspeed_pulse.engine.starting.arguments import check_arguments, check_methods, listed
 from deepspeed_pulse.engine.starting.sameness import check_same, config_facts, layer_facts, plain
-from deepspeed_pulse.engine.starting.start import has_failed, init_distributed
+from deepspeed_pulse.engine.starting.start import failure, init_distributed
 from deepspeed_pulse.errors import ConfigError, PulseError
 
 WHERE = "PipelineModule()"
@@ -134,7 +134,15 @@ def join_others(watchdog: Watchdog) -> None:
 @functools.cache
 def _end_at_exit(watchdog: Watchdog) -> None:
     """Registered after, so called before, what ends the process group."""
-    atexit.register(lambda: None if has_failed() else watchdog.end())
+    atexit.register(_end, watchdog)
+
+
+def _end(watchdog: Watchdog) -> None:
+    problem = failure()
+    if problem is None:
+        watchdog.end()
+    else:
+        watchdog.leave(f"{type(problem).__name__}: {problem}")
 
 
 @contextmanager

@@ -125,9 +125,15 @@ def _unreachable() -> str:
 _THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 
+def failure() -> BaseException | None:
+    """The error after which the interpreter goes down."""
+    problem: BaseException | None = getattr(sys, "last_value", None)
+    return problem
+
+
 def has_failed() -> bool:
     """True while the interpreter goes down after an error."""
-    return getattr(sys, "last_value", None) is not None
+    return failure() is not None
 
 
 def _end_distributed() -> None:
