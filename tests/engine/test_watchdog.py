@@ -416,6 +416,23 @@ def test_a_store_is_waited_for_as_long_as_a_rank(monkeypatch: pytest.MonkeyPatch
     assert soon(lambda: bool(where.absent(0.2)))
 
 
+def test_a_store_on_another_host_that_takes_no_connection_is_gone(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank can leave no line."""
+    monkeypatch.setattr(whereabouts, "ANSWER_SECONDS", 0.5)
+    where = begin(store, 1, 2)._whereabouts
+    assert where is not None
+    line_of(BEGUN[-1], 0, **AWAY)
+    where.meet()
+    for stores, is_lost in (((GoneStore(), store), False), ((GoneStore(), StoppedStore()), True)):
+        where._connection, where._store = stores  # the broken one, and what a new one would be to
+        assert where.absent(1000.0) == []
+        assert bool(where.lost()) == is_lost, stores
+    (lost,) = where.lost()
+    assert lost.endswith("is gone, with the process that holds it (global rank 0 on host second, or the launcher)")
+    where._known[0]["ended"] = True
+    assert where.lost() == [], "it has ended as it should, and its store with it"
+
+
 @pytest.fixture
 def usual_sigterm() -> Iterator[None]:
     yield

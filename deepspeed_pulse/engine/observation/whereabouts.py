@@ -67,6 +67,8 @@ class Whereabouts:
         self._thread: threading.Thread | None = None
         self._answers = True
         self._unanswered_since: float | None = None
+        self._is_closed = False
+        """The store, on another machine, has broken the connection, and no new one could be made since."""
         self._known: dict[int, dict[str, Any]] = {}
         """The last line that was read of each rank."""
         self._ahead: dict[int, float] = {}
@@ -106,10 +108,13 @@ class Whereabouts:
     def lost(self) -> list[str]:
         """Lines of ranks that nobody need wait for, by what was read last: they ended after an error, the first first.
 
-        Of a rank on this machine its process tells, too.
+        Of a rank on this machine its process tells; of one that holds the store, on another, the store does.
         """
         over = {rank: line for rank, line in self._known.items() if line["left"] or _is_gone(line)}
-        return [text for _, text in sorted(map(self._row, over), key=lambda row: -row[0])]
+        found = [text for _, text in sorted(map(self._row, over), key=lambda row: -row[0])]
+        if self._is_closed and not self._known[0]["ended"]:
+            found.append(f"the store of the process group is gone, with the process that holds it ({self._holder()})")
+        return found
 
     def _gone(self) -> list[int]:
         """Ranks on this machine whose processes have ended, and not as they should."""
@@ -146,6 +151,11 @@ class Whereabouts:
         """
         began = time.monotonic()
         answered = self._ask(self._read)
+        if answered:
+            self._is_closed = False
+        elif self._answers and 0 in self._known and self._is_elsewhere(self._known[0]):  # it has failed at once
+            self._connection = None  # torch warns at length whenever a broken one is used
+            self._is_closed = not self._ask(self._keep_connection)
         now = time.monotonic()
         self._unanswered_since = None if answered else self._unanswered_since or began
         if self._unanswered_since is not None:
@@ -204,12 +214,15 @@ class Whereabouts:
         ]
 
     def _no_store(self) -> str:
-        host = self._host(0)
-        where, down = (f" on {host}", ", or its host or the network to it is down") if host else ("", "")
+        down = ", or its host or the network to it is down" if self._host(0) else ""
         return (
-            f"the store of the process group does not answer: the process that holds it (global rank 0{where}, or the "
-            f"launcher) is stopped or dead{down}, and of others the last that was heard is told"
+            f"the store of the process group does not answer: the process that holds it ({self._holder()}) is stopped "
+            f"or dead{down}, and of others the last that was heard is told"
         )
+
+    def _holder(self) -> str:
+        host = self._host(0)
+        return f"global rank 0{f' on {host}' if host else ''}, or the launcher"
 
     def _host(self, rank: int) -> str:
         """Where the rank is; empty where all are on one host."""
@@ -234,11 +247,14 @@ class Whereabouts:
         """A store that has been waited for in vain is not waited for again."""
         return ANSWER_SECONDS if self._answers else ANSWER_SECONDS / 10
 
+    def _keep_connection(self, connection: Any) -> None:
+        self._connection = connection
+
     def _beat(self, place: Callable[[], Activity]) -> None:
-        is_last = False
+        connection, is_last = self._connection, False
         while not is_last:
             is_last = self._ended.is_set()  # before the line is made, which then says that this rank has ended
-            if not _quietly(lambda: self._write(self._connection, place())):
+            if not _quietly(lambda: self._write(connection, place())):
                 return
             self._ended.wait(self._beat_seconds)
 
