@@ -106,8 +106,7 @@ def test_an_optimizer_is_shared_where_that_is_faster(ms_per_gb, dtype, bandwidth
     found = tune(OpenJob(profiles=[costs], cluster=cluster, global_batch=16, given=given), solver_seconds=0.0)
     assert found.best.choice.zero_stage == zero_stage
     others = [trial.verdict for trial in found.trials if trial.choice.zero_stage == 1]
-    only_memory = not ms_per_gb or dtype == "bfloat16"
-    assert (Verdict.NO_GAIN in others) == only_memory
+    assert (Verdict.NO_GAIN in others) == (not ms_per_gb)  # in bf16 stage 0 shares it, and gathers weights, too
 
 
 def test_several_backbones_have_the_mean_of_their_bytes():

@@ -382,6 +382,18 @@ def test_where_a_port_is_all_there_is_every_zero_stage_is_planned():
     assert planned == {0, 1} and Verdict.NO_GAIN not in {trial.verdict for trial in found}
 
 
+def test_where_stage_0_gathers_weights_every_zero_stage_is_planned():
+    """DeepSpeed's bf16: 40 ms to sum all gradients, the first layer's behind the backward, and 20 to gather weights.
+
+    ZeRO-1 scatters gradients instead, in 20.
+    """
+    costs = profile([layer(param_bytes=10**8) for _ in range(4)], dtype="bfloat16")
+    found = tuned(costs, box(1, 2, intra=10), 2, given=Constraints(pipeline_ranks=1, waves=(0,), microbatch_size=1))
+    steps = {trial.choice.zero_stage: trial.figures.step_ms for trial in found.ranked}
+    assert steps == pytest.approx({0: 66, 1: 52})
+    assert found.best.choice.zero_stage == 1
+
+
 # -- what the user has settled -------------------------------------------------------------------
 
 

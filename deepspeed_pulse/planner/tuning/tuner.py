@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.units import gigabytes
-from deepspeed_pulse.planner.cost import optimizer_ms, state_bytes, step_bytes
+from deepspeed_pulse.planner.cost import optimizer_ms, optimizer_shards, state_bytes, step_bytes
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
 from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan, rival
@@ -269,12 +269,15 @@ class Tuner:
     def _apart(self, family: Choice) -> list[tuple[Choice, list[Choice]]]:
         """What is planned without regard to memory, and choices of ZeRO stages that differ from it in memory only.
 
-        Any stage may be the fastest where a shared optimizer is quicker, or early sums leave by the port of messages.
+        Any stage may be the fastest where a shared optimizer is quicker, early sums leave by the port of messages, or
+        stage 0 gathers weights, too, as in bf16: there it sums all gradients where ZeRO-1 only scatters them.
         """
         stages = [replace(family, zero_stage=stage) for stage in self.zero_stages(family)]
         alike = {self._optimizer_ms(replace(family, zero_stage=stage)) for stage in (0, 1)}
-        links = self.job.cluster.intra_node, self.job.cluster.inter_node
-        if len(alike) == 1 and not any(link.one_port for link in links):
+        ported = any(link.one_port for link in (self.job.cluster.intra_node, self.job.cluster.inter_node))
+        profile = self.sizes.at(family.microbatch_size)
+        gathers = optimizer_shards(profile, self.given.rules(0), family.data_parallel) > 1
+        if len(alike) == 1 and not ported and not gathers:
             return [(stages[0], stages)]
         return [(choice, [choice]) for choice in stages]
 
