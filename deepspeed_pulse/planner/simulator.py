@@ -212,12 +212,14 @@ def summarize(problem: Problem, timeline: Timeline) -> Estimate:
     plan = problem.plan
     step_ms, makespan = step_and_makespan_ms(problem, timeline)
     microbatches = 1 + max(span.work.microbatch for span in timeline.spans)
-    split = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
-    bound = lower_bound_ms(problem, microbatches, split=split)
+    in_halves = any(span.work.op is Op.WEIGHT_GRAD for span in timeline.spans)
+    bound = lower_bound_ms(problem, microbatches, split=in_halves or problem.profile.knows_halves)
     if plan.carries:
         bound = busiest_ms(problem)
-    if timeline.frozen:  # no order is then shorter than all work divided by the ranks
-        bound = max(bound, sum(end - start for start, end in timeline.intervals()) / timeline.num_ranks)
+    if timeline.frozen:  # no order is then shorter than all work divided by the ranks, backwards whole
+        frozen = sum(span.end_ms - span.start_ms for span in timeline.frozen)
+        work = frozen + sum(problem.least_ms(span.work) for span in timeline.spans)
+        bound = max(bound, work / timeline.num_ranks)
     gap = makespan / bound - 1.0 if bound > 0 else 0.0
     sent = [(t.message, t.num_bytes) for t in timeline.transfers] + [(c.message, c.num_bytes) for c in timeline.carried]
     # microbatches with an extra forward send more than others, and not all are encoded on one rank: a mean then

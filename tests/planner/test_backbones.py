@@ -80,11 +80,12 @@ def test_two_equal_waves_take_the_shortest_time_there_is(ranks, microbatches, sa
     work = 12 * microbatches
     assert (same, opposite, split) == (work + 3 * (ranks - 1), work + 3 * (ranks // 2 - 1), work + ranks // 2 - 1)
     found = [
-        planned(ranks, microbatches, (1, 1), way, split=halves).estimate
+        planned(ranks, microbatches, (1, 1), way, split=halves)
         for way, halves in (((0, 0), False), ((0, 1), False), ((0, 1), True))
     ]
-    assert [one.makespan_ms for one in found] == [same, opposite, split]
-    assert [one.gap for one in found] == [0, 0, 0]
+    assert [one.estimate.makespan_ms for one in found] == [same, opposite, split]
+    assert [one.solver.optimal for one in found] == [True, True, True]
+    assert found[-1].estimate.gap == 0
 
 
 @pytest.mark.parametrize(

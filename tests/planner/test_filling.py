@@ -181,6 +181,14 @@ def test_whole_backwards_beside_halves(order):
     assert not violations(filled, num_layers=2, values=costs.values)
 
 
+def test_a_bound_counts_no_backward_as_longer_than_a_whole_one():
+    """12 ms of whole actions and 8 of frozen work on two ranks; halves take 0.9 ms more each time."""
+    costs = uniform(2, weight_grad_ms=1.0, input_grad_ms=1.9)
+    made = plan((0, 1), 2, schedule=rows("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1W0 1I1 1W1"))
+    job = Job.of(made, costs, cluster(), frozen=[part("text", *[0.5] * 8)])
+    assert fill_plan(made, job, solver_seconds=0.0).estimate.lower_bound_ms == pytest.approx(10)
+
+
 def test_frozen_work_takes_time_and_its_results_travel():
     made, costs = filled_by_hand(), uniform(2)
     slow = cluster(Link(bandwidth_gb_per_s=1.0, latency_us=500.0))

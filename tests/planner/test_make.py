@@ -343,6 +343,17 @@ def test_backwards_are_divided_where_that_is_known_to_be_faster(inputs, ops):
     assert found.estimate.makespan_ms <= made(uniform(8), 2, 4).estimate.makespan_ms
 
 
+@pytest.mark.parametrize(
+    ("inputs", "split", "expected"),
+    [(None, None, (6, 6, True)), (1.0, None, (5, 5, True)), (2.0, None, (6, 5, False)), (1.0, False, (6, 5, True))],
+)
+def test_the_bound_of_whole_backwards_is_that_of_halves_where_these_are_known(inputs, split, expected):
+    """1 + 1 + 2 + 2 ms through two stages, or 1 less in halves that cost nothing; who forbids them may have a proof."""
+    costs = uniform(2, weight_grad_ms=1.0, input_grad_ms=inputs)
+    found = made(costs, 2, 1, placement="linear", split_backward=split)
+    assert (found.estimate.makespan_ms, found.estimate.lower_bound_ms, found.solver.optimal) == expected
+
+
 def test_a_stage_without_weights_gradients_keeps_its_backward_whole():
     layers = [replace(x, weight_grad_ms=0.0 if i == 7 else 1.0) for i, x in enumerate(uniform(8).layers)]
     found = made(replace(uniform(8), layers=tuple(layers)), 2, 4, split_backward=True, boundaries=(0, 2, 4, 7, 8))

@@ -325,6 +325,17 @@ def test_nothing_is_searched_without_time_or_where_nothing_can_be_better(layers,
     assert tuned(layers, box(), 16, solver_seconds=seconds).best.plan is not None
 
 
+@pytest.mark.parametrize(("split", "searched"), [(None, 1), (False, 0)])
+def test_whole_backwards_at_their_bound_are_searched_where_halves_may_be(split, searched, monkeypatch):
+    """Those take 6 ms in any order, and with the halves of the generators, too."""
+    asked = []
+    monkeypatch.setattr("deepspeed_pulse.planner.tuning.tuner.ordered", lambda plan, *a: asked.append(plan) or plan)
+    costs = uniform(2, weight_grad_ms=1.0, input_grad_ms=2.0)
+    given = Constraints(pipeline_ranks=2, waves=(0,), loops=(), split_backward=split)
+    assert tuned(costs, box(1, 2), 1, given=given, solver_seconds=1).best.figures.step_ms == 6
+    assert len(asked) == searched
+
+
 def test_a_choice_that_only_search_makes_the_best_is_searched(monkeypatch):
     """The order of one wave is at its bound; two waves, as they are cut first, are better, but in no known order."""
     monkeypatch.setattr("deepspeed_pulse.planner.tuning.tuner.rival", lambda *a: None)

@@ -99,7 +99,7 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     best, start = chosen.best, chosen.start
     solver = Solver(
         name=best.name,
-        optimal=chosen.optimal,
+        optimal=pool.proves(best),  # by the last one's bound: no order in halves is shorter, nor a whole one
         seed=options.seed,
         generator=start.name if start else None,
         generator_step_ms=start.estimate.step_ms if start else None,
@@ -111,11 +111,10 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """The best order, the one that a search began with, and whether no order is shorter."""
+    """The best order, and the one that a search began with."""
 
     best: Candidate
     start: Candidate | None
-    optimal: bool
 
 
 def _searched(pool: _Pool, options: SearchOptions, seconds: float) -> _Found:
@@ -130,7 +129,7 @@ def _searched(pool: _Pool, options: SearchOptions, seconds: float) -> _Found:
         _improve(pool, seed, deadline)
     if pool.split:
         pool.offer(pool.best.name, without_gaps(pool.best.schedule))
-    return _Found(best=pool.best, start=start, optimal=pool.optimal)
+    return _Found(best=pool.best, start=start)
 
 
 class _Pool:
@@ -153,13 +152,12 @@ class _Pool:
     @property
     def proven(self) -> bool:
         """No order has a shorter step."""
-        estimate = self.best.estimate
-        return self.optimal and estimate.hides_sums
+        return self.proves(self.best) and self.best.estimate.hides_sums
 
-    @property
-    def optimal(self) -> bool:
+    def proves(self, candidate: Candidate) -> bool:
+        """No order has a shorter makespan."""
         tolerance = _SOLVER_TOLERANCE if self.solver_bound else _PROVEN
-        return self.best.estimate.makespan_ms <= self.bound_ms * (1 + tolerance)
+        return candidate.estimate.makespan_ms <= self.bound_ms * (1 + tolerance)
 
     def generate(self, schedule: str, *, best_only: bool = False) -> None:
         """Keep the generators' orders that fit. ``best_only``: none that is slower than another one."""

@@ -17,12 +17,14 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.units import gigabytes
+from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.cost import optimizer_ms, optimizer_shards, state_bytes, step_bytes
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import UNLIMITED_BYTES, SearchOptions
 from deepspeed_pulse.planner.make import MOST_FORWARDS, cuts, make_plan, rival
 from deepspeed_pulse.planner.making.maker import TooSlow, are_few
 from deepspeed_pulse.planner.making.ordered import ordered
+from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import cheapest_first
 from deepspeed_pulse.planner.reduction import least_reduction_ms
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, halves_tried
@@ -422,7 +424,7 @@ class Tuner:
         """With better orders of those that may be the best, in order again; most of the time is for the one that is."""
         trials = self.in_order(trials)
         within = min(trial.plan.figures.step_ms for trial in trials if trial.plan)
-        contenders = [t for t in trials[:_CONTENDERS] if t.plan and _least_ms(t.plan) < within]
+        contenders = [t for t in trials[:_CONTENDERS] if t.plan and self._least_ms(t.plan) < within]
         if not contenders or seconds <= 0:
             return trials
         shared = 0.0
@@ -430,6 +432,14 @@ class Tuner:
             shared = _SHARED * seconds
             trials = self._searched(trials, contenders, shared / len(contenders))
         return self._searched(trials, trials[:1], seconds - shared)
+
+    def _least_ms(self, plan: Plan) -> float:
+        """No order of its cuts that may be has a shorter step."""
+        figures, least = plan.figures, plan.figures.lower_bound_ms
+        if self.given.split_backward is False and not plan.carries:  # figures do not know that halves may not be
+            problem = Problem(plan, self.sizes.at(plan.microbatch_size), self.job.cluster)
+            least = max(least, lower_bound_ms(problem, plan.microbatches))
+        return least + figures.optimizer_ms
 
     def _searched(self, trials: list[Trial], chosen: list[Trial], seconds: float) -> list[Trial]:
         better = {id(trial): self._better(trial, seconds) for trial in chosen}
@@ -492,8 +502,3 @@ def _success(choice: Choice, plan: Plan) -> Trial:
     figures = plan.figures
     speed, needed = figures.samples_per_second, max(figures.peak_bytes)
     return Trial(choice=choice, verdict=Verdict.PLANNED, plan=plan, samples_per_second=speed, needed_bytes=needed)
-
-
-def _least_ms(plan: Plan) -> float:
-    """No order of its cuts has a shorter step."""
-    return plan.figures.lower_bound_ms + plan.figures.optimizer_ms
