@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from deepspeed_pulse.errors import PlanError, did_you_mean
+from deepspeed_pulse.ir.backbones import BackboneLayers
 from deepspeed_pulse.ir.carried import carried_actions, rolling
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.communicators import communicator_bytes
@@ -230,17 +231,14 @@ class Problem:
         return route
 
 
-def other_backbones(plan: Plan, profile: Profile) -> str | None:
-    """What is wrong where a plan's backbones are not the profile's; None where they are."""
+def other_backbones(plan: Plan, known: Sequence[BackboneLayers], whose: str) -> str | None:
+    """What is wrong where a plan's backbones are not the ``known`` ones; None where they are. ``whose``: in words."""
     cut = [(part.name, tuple(plan.boundaries[stage] for stage in part.stages)) for part in plan.backbones]
-    known = [(part.name, part.layers) for part in profile.backbones]
-    if cut == known:
+    wanted = [(part.name, part.layers) for part in known]
+    if cut == wanted:
         return None
-    expected, found = (", ".join(f"{n} {a}..{b - 1}" for n, (a, b) in one) or "one" for one in (known, cut))
-    return (
-        f"the plan's backbones are not those of the profile {profile.name!r}: expected (by layers) {expected}, "
-        f"found {found}; plan it anew from this profile"
-    )
+    expected, found = (", ".join(f"{n} {a}..{b - 1}" for n, (a, b) in one) or "one" for one in (wanted, cut))
+    return f"the plan's backbones are not those of {whose}: expected (by layers) {expected}, found {found}"
 
 
 def _check_fit(plan: Plan, profile: Profile) -> None:
@@ -249,9 +247,9 @@ def _check_fit(plan: Plan, profile: Profile) -> None:
             f"the plan cuts {plan.num_layers} layers, the profile {profile.name!r} has {profile.num_layers}: "
             "the plan was made for another model; plan it anew from this profile"
         )
-    other = other_backbones(plan, profile)
+    other = other_backbones(plan, profile.backbones, f"the profile {profile.name!r}")
     if other is not None:
-        raise PlanError(other)
+        raise PlanError(f"{other}; plan it anew from this profile")
     known = {value.name for value in profile.values}
     for route in plan.routes:
         if route.name not in known:

@@ -19,6 +19,7 @@ from deepspeed_pulse.engine.plans import planning
 from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.planning import Planned, known_cluster, make_planned, reorder
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, PlanError
+from deepspeed_pulse.ir.backbones import BackboneLayers
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.layout import Layout
@@ -182,6 +183,45 @@ def test_a_plan_of_other_microbatches_is_refused(tmp_path: Path, monkeypatch: py
     assert planning._given(asked).plan == plan
     with pytest.raises(PlanError, match=r"'microbatch_size': expected 4 as this job runs, found 1"):
         planning._given(replace(asked, microbatch_size=4))
+
+
+def test_a_plan_of_other_backbones_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many layers, cut between others, or of one backbone: none would run as it should."""
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    costs = replace(Profile.load("profile.json"), skips=())
+
+    def named(*parts: tuple[str, int, int]) -> tuple[BackboneLayers, ...]:
+        return tuple(BackboneLayers(name=name, layers=(first, end)) for name, first, end in parts)
+
+    one, pair = named(), named(("base", 0, 4), ("upper", 4, 8))
+    uneven, others = named(("base", 0, 3), ("upper", 3, 8)), named(("base", 0, 4), ("lower", 4, 8))
+    bare = request_for(PulseConfig.model_validate({"plan": "plan.json"}), data_parallel=1)
+    request = replace(bare, graph=Graph(layers=tuple(Layer(name=f"block{i}") for i in range(8))))
+    options = SearchOptions(placement="linear", solver_seconds=0, backbone_steps="together")
+    for planned, run, told in (
+        (pair, pair, None),
+        (one, pair, "base 0..3, upper 4..7, found one"),
+        (pair, one, "one, found base 0..3, upper 4..7"),
+        (uneven, pair, "base 0..3, upper 4..7, found base 0..2, upper 3..7"),
+        (others, pair, "base 0..3, upper 4..7, found base 0..3, lower 4..7"),
+    ):
+        job = Job(
+            profile=replace(costs, backbones=planned),
+            cluster=Cluster.load("cluster.json"),
+            pipeline_ranks=2,
+            microbatches=4,
+        )
+        plan = make_plan(job, options)
+        Path("plan.json").write_text(plan.to_json())
+        asked = replace(request, backbones=run)
+        if told is None:
+            assert planning._given(asked).plan == plan
+            continue
+        with pytest.raises(PlanError) as refused:
+            planning._given(asked)
+        said = f"plan.json: the plan's backbones are not those of the module: expected (by layers) {told}\n"
+        assert str(refused.value).startswith(said)
 
 
 @pytest.mark.parametrize(

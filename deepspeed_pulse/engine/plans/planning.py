@@ -38,6 +38,7 @@ from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, check, estimate
 from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.cost import default_cluster
 from deepspeed_pulse.planner.explain import explain
+from deepspeed_pulse.planner.problem import other_backbones
 from deepspeed_pulse.planner.recompute import held_in_actions
 from deepspeed_pulse.planner.tuning.sizes import scaled
 
@@ -249,6 +250,9 @@ def _given(request: PlanRequest) -> Planned:
         )
     try:
         check(plan, num_layers=len(request.graph.layers), values=request.graph.values)
+        other = other_backbones(plan, request.backbones, "the module")
+        if other is not None:
+            raise PlanError(other)
     except PlanError as problem:
         raise PlanError(f'{path}: {problem}\nplan anew with ds_pulse plan, or remove "plan" from the block') from None
     asked = () if isinstance(request.recompute, str) else tuple(request.recompute)

@@ -38,8 +38,8 @@ def audit(plan: Plan, profile: Profile, cluster: Cluster) -> Audit:
     """
     about_files = tuple(_files(plan, profile, cluster))
     found = violations(plan, num_layers=profile.num_layers, values=profile.values)
-    other = None if found else other_backbones(plan, profile)
-    found += [] if other is None else [f"backbones: {other}"]
+    other = None if found else other_backbones(plan, profile.backbones, f"the profile {profile.name!r}")
+    found += [] if other is None else [f"backbones: {other}; plan it anew from this profile"]
     if found or plan.grid.num_ranks > cluster.num_ranks:
         return Audit(problems=(*about_files, *found), rows=tuple(marked_rows(plan)))
     problem = Problem(plan, profile, cluster)
