@@ -75,15 +75,17 @@ _SENT = {
     "propertyNames": {"pattern": "^(hidden|hidden_grad|value|value_grad)(:|$)"},
     "additionalProperties": _BYTES,
 }
+_MS = {"type": "number", "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER}
 _SPANS = {
     "description": 'lists of [rank, action, start_ms, end_ms, waited_ms] like [0, "2F0", 0.0, 1.5, 0.0]',
     "type": "array",
     "items": {
         "type": "array",
-        "prefixItems": [_BYTES, {"type": "string"}, *({"type": "number"} for _ in range(3))],
+        "prefixItems": [_BYTES, {"type": "string"}, *(_MS for _ in range(3))],
         "minItems": 5,
         "maxItems": 5,
     },
+    "minItems": 1,
 }
 
 Parts = Annotated[Mapping[str, int], Form(read=_read_parts, schema=_PARTS)]
@@ -116,8 +118,6 @@ class MeasuredStep:
     def check_form(self, fields: Fields) -> None:
         if len(self.ranks) != self.timeline.num_ranks:
             raise fields.error("ranks", f"figures of each of the {self.timeline.num_ranks} ranks")
-        if not self.timeline.spans:
-            raise fields.error("spans", "at least one action")
 
     @property
     def p2p_bytes(self) -> dict[str, int]:
@@ -221,7 +221,10 @@ class Run(File):
 
 def _read_spans(fields: Fields, name: str, plan: Plan, where: str) -> Timeline:
     spans = [_read_span(item, plan, f"{where}: {name}[{i}]") for i, item in enumerate(fields.items(name))]
-    return Timeline.of(plan.pipeline_ranks, spans)
+    found = Timeline.of(plan.pipeline_ranks, spans)
+    if not found.spans:
+        raise fields.error(name, "at least one action")
+    return found
 
 
 def _read_span(item: Any, plan: Plan, where: str) -> AnySpan:
@@ -230,9 +233,13 @@ def _read_span(item: Any, plan: Plan, where: str) -> AnySpan:
         raise wrong
     rank, text, *times = item
     numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (rank, *times))
-    if not numbers or rank not in range(plan.pipeline_ranks):
+    if not numbers or isinstance(rank, float) or rank not in range(plan.pipeline_ranks):
         raise wrong
     start, end, waited = times
+    if max(map(abs, times)) > MAX_NUMBER or end < start:
+        found = ", ".join(f"{ms:.6g}" if abs(ms) <= MAX_NUMBER else "more" for ms in times)
+        expected = f"times of at most {MAX_NUMBER:g} ms, the end not before the start"
+        raise FileError(f"{where}: expected {expected}, found {found}")
     try:
         if plan.fill is not None and "@" in text:
             work = parse_work(text)
