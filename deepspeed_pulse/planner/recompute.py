@@ -36,7 +36,7 @@ def recomputed_layers(profile: Profile, choice: str | Sequence[int | str]) -> tu
 
 
 def _index(names: list[str], layer: int | str) -> int:
-    if isinstance(layer, str) and layer not in names and layer.isascii() and layer.isdigit():
+    if isinstance(layer, str) and layer not in names and layer.isascii() and layer.isdigit() and len(layer) < 10:
         layer = int(layer)
     if isinstance(layer, str):
         if (count := names.count(layer)) != 1:

@@ -71,7 +71,8 @@ def test_none_all_and_lists():
         assert found.recompute == expected
         assert found.estimate == estimate(found, costs, cluster())
         assert Plan.from_json(found.to_json()) == found
-    for bad, text in {"some": "none, all, auto", ("e",): "0 layers are called 'e'", (4,): "0..3, found 4"}.items():
+    wrong = {"some": "none, all, auto", ("e",): "0 layers are called 'e'", (4,): "0..3, found 4"}
+    for bad, text in (wrong | {("9" * 5000,): "0 layers are called '9999"}).items():
         with pytest.raises(ConfigError, match=text):
             make_plan(Job(profile=costs, cluster=cluster(), pipeline_ranks=2, microbatches=2, recompute=bad))
 
