@@ -420,6 +420,10 @@ def test_names_of_layers_are_no_markup(capsys: pytest.CaptureFixture[str]) -> No
         (f"show plan.json {COSTS} --memory --out a.html", "--memory is drawn in pictures"),
         (f"{PLAN} --placement linear --waves 2", "--waves goes with a wave or a loop"),
         (
+            f"tune profile.json --global-batch 8 {CLUSTER} --verify 1 --model plan.json --out plan.json",
+            "plan.json is read and would be written",
+        ),
+        (
             f"tune profile.json --global-batch 8 {CLUSTER} --verify-seconds 9",
             "goes with --verify",
         ),

@@ -157,6 +157,7 @@ ERRORS = {
     "bad.json --out p.json": "bad.json: UNet2DModel refuses the config: ",
     "sizeless.json --out p.json": "sample_size is null",
     "pipeline --out missing/p.json": "cannot write missing/p.json",
+    "flux.json --estimate --out ./flux.json": "./flux.json is read and would be written",
     "pipeline": "required: --out",
     "pipeline --tflops 3 --out p.json": "--tflops goes with --estimate",
     "pipeline --estimate --fused-optimizer --out p.json": "--fused-optimizer goes with measured times",

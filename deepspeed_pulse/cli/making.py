@@ -36,6 +36,7 @@ def profile(arguments: argparse.Namespace) -> None:
         raise ConfigError("--memory-gb-per-s goes with --estimate: the optimizer's step is measured, too")
     if arguments.fused_optimizer and arguments.estimate:
         raise ConfigError("--fused-optimizer goes with measured times; an estimate takes --memory-gb-per-s")
+    check_files([arguments.out], [arguments.model])
     with replacing(arguments.out) as out, visiting(sys.stderr) as watch, quiet():
         from deepspeed_pulse.engine.plans.profiles import estimate_profile, measure_profile
         from deepspeed_pulse.models.catalogue.sources import find_workload
@@ -118,7 +119,7 @@ def tune(arguments: argparse.Namespace) -> None:
 
     _check_options_of_tune(arguments)
     outputs = [arguments.out, arguments.profile_out, arguments.config, arguments.picture]
-    check_files(outputs, [*arguments.profiles, arguments.cluster, arguments.frozen])
+    check_files(outputs, [*arguments.profiles, arguments.cluster, arguments.frozen, arguments.model])
     profiles = joined_by_size([Profile.load(path) for path in arguments.profiles])
     cluster = load_cluster(arguments.cluster)
     if arguments.verify and profiles[0].backbones:
