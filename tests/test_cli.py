@@ -18,6 +18,7 @@ from support.pulse_files import COSTS, PLAN, planned_text, write_files
 
 from deepspeed_pulse.cli import main
 from deepspeed_pulse.cli.making import _memory_bytes as memory_bytes
+from deepspeed_pulse.cli.terminal import check_files
 from deepspeed_pulse.errors import FileError
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.report.files import replacing
@@ -245,6 +246,20 @@ def test_what_fails_beside_writing_is_not_told_as_writing(tmp_path: Path) -> Non
     with pytest.raises(FileError, match=r"cannot write .*a\.json: No space left"), replacing(str(tmp_path / "a.json")):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_pipe_that_a_shell_made_is_written_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--out >(jq .)``, ``--out /dev/stdout | cat``: such a pipe has no path that is real."""
+    readable, writable = os.pipe()
+    line = PLAN.replace("plan.json", f"/dev/fd/{writable}")
+    check_files([f"/dev/fd/{writable}"] * 2, [])
+    assert run(line) == 0
+    assert Plan.from_json(os.read(readable, 2**16).decode()).pipeline_ranks == 2
+    os.close(readable)
+    assert run(line) == 2
+    assert f"cannot write /dev/fd/{writable}: Broken pipe" in capsys.readouterr().err
+    os.close(writable)
 
 
 ERRORS = {

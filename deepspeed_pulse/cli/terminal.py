@@ -35,9 +35,9 @@ def check_files(outputs: Sequence[str | None], inputs: Sequence[str | None]) -> 
     seen: dict[str, str] = {}
     read = {os.path.realpath(name): name for name in inputs if name is not None}
     for name in filter(None, outputs):
-        path = os.path.realpath(name)
-        if os.path.exists(path) and not os.path.isfile(path):
+        if os.path.exists(name) and not os.path.isfile(name):  # by its name: a pipe has no path that is real
             continue  # a device or a pipe
+        path = os.path.realpath(name)
         if path in read:
             raise ConfigError(f"{name} is read and would be written: give the output another name")
         if path in seen:

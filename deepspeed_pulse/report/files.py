@@ -19,7 +19,7 @@ IMAGES = (".png", ".svg", ".pdf")
 PICTURES = (*IMAGES, ".html", ".json")
 SUFFIXES = (*PICTURES, ".csv")
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 """Of writing to a file that is open: such an error names no file."""
 
 
@@ -66,10 +66,11 @@ def replacing(name: str) -> Iterator[Path]:
     Whether it can be written is known before the block begins, and nothing lies there until the block writes, so that
     a search that is killed leaves no file. What is there and is no regular file (a device, a pipe) is written to.
     """
-    target = Path(os.path.realpath(name))
-    if target.exists() and not target.is_file() and not target.is_dir():
-        yield target
+    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
+        with _telling(name, Path(name)):  # a shell's pipe has no path but this one
+            yield Path(name)
         return
+    target = Path(os.path.realpath(name))
     beside = target.with_name(f".{target.stem}.{secrets.token_hex(8)}{target.suffix}")
     try:
         if target.is_dir():
@@ -79,14 +80,22 @@ def replacing(name: str) -> Iterator[Path]:
     except OSError as problem:
         raise _unwritable(name, problem) from None
     try:
-        yield beside
-        beside.replace(target)
-    except OSError as problem:
-        if problem.filename != str(beside) and problem.errno not in _FULL:
-            raise  # of something else that the block does
-        raise _unwritable(name, problem) from None
+        with _telling(name, beside):
+            yield beside
+            beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _telling(name: str, path: Path) -> Iterator[None]:
+    """A :class:`FileError` about ``name`` where ``path``, which stands for it, cannot be written."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename != str(path) and problem.errno not in _OF_WRITING:
+            raise  # of something else that the block does
+        raise _unwritable(name, problem) from None
 
 
 def _unwritable(name: str, problem: OSError) -> FileError:
