@@ -17,6 +17,7 @@ from support.parity import TOLERANCE, share_groups
 from support.reference import error
 from torch import Tensor, nn
 
+from deepspeed_pulse.engine.device import runs_at_once
 from deepspeed_pulse.runtime.payload import tensors_in
 
 WIDTH, SIZE = 8, 2
@@ -170,9 +171,12 @@ def train_case(folder: Path, case: dict[str, Any]) -> None:
             data = data_from(engine, step, frozen=True)
         loss, expected = engine.train_batch(data), twin.train_batch(plain)
         assert error(loss.detach(), expected.detach()) < TOLERANCE, (case, step, loss, expected)
-        assert engine.microbatches_ahead == microbatches
-        check_ahead(engine, step + 1)
-        check_held(engine, step)
+        # an engine's first step on a device has nothing encoded beside it: kernels may be loaded
+        begins = step in (0, 3) and not runs_at_once(torch.device(engine.device))
+        assert engine.microbatches_ahead == (0 if begins else microbatches)
+        if not begins:
+            check_ahead(engine, step + 1)
+            check_held(engine, step)
         for count in (1, 3) if step in (0, 2) else ():
             evaluated = engine.eval_batch(data_from(engine, 50, frozen=True), num_micro_batches=count)
             reference = twin.eval_batch(data_from(twin, 50, frozen=False), num_micro_batches=count)
