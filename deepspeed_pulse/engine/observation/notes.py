@@ -85,12 +85,14 @@ def crowded(device: str, threads: int, local_ranks: int, cores: int) -> str | No
 def too_few_queues(backend: str, communicators: int) -> str | None:
     """Said on NCCL where a rank has more streams than its device has queues: they hold each other up."""
     needed, queues = communicators + 2, os.environ.get(QUEUES, "8")  # the rank's own, and one for sums
-    if backend == "nccl" and needed > MOST_QUEUES:
+    if backend != "nccl":
+        return None
+    if needed > MOST_QUEUES:
         return (
             f"up to {needed} streams a rank, and torch has {MOST_QUEUES} a device: messages that share one may wait "
             'for each other for ever; take "placement": "wave", where skips send nothing, or fewer pipeline ranks'
         )
-    if backend != "nccl" or not queues.isdigit() or int(queues) >= needed:
+    if not queues.isdigit() or int(queues) >= needed:
         return None
     return (
         f"up to {needed} streams a rank and {queues} queues of the device ({QUEUES}): messages of streams that share "
