@@ -133,6 +133,25 @@ def test_known_optimum_of_four_ranks_and_four_microbatches():
     assert found.estimate.makespan_ms == pytest.approx(36)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_fastest_known_order_is_taken_of_those_that_fit(seed):
+    """Without a search what is live is known of few orders; a search that has no time begins with the best of all."""
+    costs = random_profile(random.Random(seed), 8, temb=True)
+    blank = plan(Placement.wave(4), 6, of=costs)
+    free = synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=0)).estimate
+    for share in (1.0, 0.8, 0.6, 0.4):
+        job = Job.of(blank, costs, cluster(), memory_bytes=int(share * max(free.peak_bytes)))
+        answers = []
+        for seconds in (0.0, 1e-9):
+            try:
+                found = synthesize(blank, job, SearchOptions(solver_seconds=seconds))
+            except InfeasibleError as problem:
+                answers.append(problem.needed_bytes)
+            else:
+                answers.append(found.solver.generator_step_ms or found.estimate.step_ms)
+        assert answers[0] == pytest.approx(answers[1])
+
+
 @pytest.mark.parametrize("limit", [4, 6, 8, 10, 12])
 def test_less_memory_takes_longer_but_fits(limit):
     free = synthesize(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, did_you_mean
 from deepspeed_pulse.ir.placement import Kind, Placement
@@ -99,7 +99,7 @@ class Generator:
 
 
 def _gpipe_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
-    yield _listed(problem, Prefer.ALL_FORWARDS, None, split=split)
+    yield Listing(problem=problem, prefer=Prefer.ALL_FORWARDS, cap=None, split=split)
 
 
 def _1f1b_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
@@ -137,7 +137,7 @@ def _filled(problem: Problem, order: Schedule, count: int, caps: Caps) -> Orders
     """The order with each ``W`` where its rank would wait, or where a cap needs it."""
     inputs = templates.without_weights(order)
     for cap in (count_cap(problem, count), *(cap for cap in caps if cap)):
-        yield _listed(problem, Prefer.BACKWARD, cap, split=True, order=inputs)
+        yield Listing(problem=problem, prefer=Prefer.BACKWARD, cap=cap, split=True, order=inputs)
 
 
 def _wave_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
@@ -151,9 +151,9 @@ def _wave_orders(problem: Problem, caps: Caps, split: bool) -> Orders:
         several = [Prefer.BACKWARD, Prefer.FORWARD, *([] if cap else [Prefer.FIRST_HOME])]
         for prefer in several if forwards <= _HUGE else several[:1] if cap else several[1:]:
             for extra in Extra if problem.extra_actions else (Extra.LAST,):
-                yield _listed(problem, prefer, cap, extra=extra)
+                yield Listing(problem=problem, prefer=prefer, cap=cap, extra=extra)
                 if split:
-                    yield _listed(problem, prefer, cap, split=True, extra=extra)
+                    yield Listing(problem=problem, prefer=prefer, cap=cap, split=True, extra=extra)
 
 
 def frugal_orders(problem: Problem, cap: Cap, split: bool) -> list[Schedule]:
@@ -172,17 +172,27 @@ def _stages_a_rank(problem: Problem) -> int:
     return max(len(problem.plan.stages_of(rank)) for rank in range(problem.num_ranks))
 
 
-def _listed(
-    problem: Problem,
-    prefer: Prefer,
-    cap: Cap | None,
-    *,
-    split: bool = False,
-    order: Schedule | None = None,
-    extra: Extra = Extra.LAST,
-) -> Callable[[], Schedule]:
-    microbatches = problem.plan.microbatches
-    return lambda: list_schedule(problem, microbatches, prefer=prefer, cap=cap, split=split, order=order, extra=extra)
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """A list schedule that can be made; those of one problem that are equal make the same order."""
+
+    problem: Problem = field(compare=False)
+    prefer: Prefer
+    cap: Cap | None
+    split: bool = False
+    order: Schedule | None = None
+    extra: Extra = Extra.LAST
+
+    def __call__(self) -> Schedule:
+        return list_schedule(
+            self.problem,
+            self.problem.plan.microbatches,
+            prefer=self.prefer,
+            cap=self.cap,
+            split=self.split,
+            order=self.order,
+            extra=self.extra,
+        )
 
 
 GENERATORS: dict[str, Generator] = {

@@ -6,9 +6,9 @@ The simulator alone decides: whatever found an order, its figures come from ther
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import zip_longest
 
 from deepspeed_pulse.errors import InfeasibleError, PulseError
@@ -85,8 +85,9 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     kinds = halves_tried(options, job.profile)
     found: list[_Found] = []
     problems: list[InfeasibleError] = []
+    made = cache(_made)  # orders with backwards in halves come from whole ones, too
     for split in kinds:
-        pool = _Pool(problem, job.limit_bytes, split, progress)
+        pool = _Pool(problem, job.limit_bytes, split, progress, made)
         if found and found[0].best.estimate.summed_ms <= pool.bound_ms * (1 + _PROVEN):
             break
         try:
@@ -135,10 +136,18 @@ def _searched(pool: _Pool, options: SearchOptions, seconds: float) -> _Found:
 class _Pool:
     """Orders found so far, the best first in mind, and the strongest lower bound."""
 
-    def __init__(self, problem: Problem, memory_bytes: int, split: bool, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        memory_bytes: int,
+        split: bool,
+        progress: Progress | None = None,
+        made: Callable[[Callable[[], Schedule]], Schedule] | None = None,
+    ) -> None:
         self.progress = progress
         self.problem, self.memory_bytes, self.split = problem, memory_bytes, split
         self._times = lru_cache(maxsize=_IN_HAND)(partial(times, problem))
+        self._made = made or _made
         self.caps = caps_within(problem, memory_bytes)
         self.bound_ms = lower_bound_ms(problem, problem.plan.microbatches, split=split)
         self.solver_bound = False
@@ -160,22 +169,65 @@ class _Pool:
         return candidate.estimate.makespan_ms <= self.bound_ms * (1 + tolerance)
 
     def generate(self, schedule: str, *, best_only: bool = False) -> None:
-        """Keep the generators' orders that fit. ``best_only``: none that is slower than another one."""
+        """Keep the generators' orders that fit. ``best_only``: the fastest of them, where any fits."""
+        smallest = self._keep_fastest(schedule) if best_only else self._keep_all(schedule)
+        if self.fitting:
+            return
+        if self.split:
+            for name, order in self._orders(schedule):
+                self.offer(name, without_gaps(joined(self.problem, order)))
+        if not self.fitting:
+            raise _too_little_memory(self.problem, self.memory_bytes, smallest)
+
+    def _keep_all(self, schedule: str) -> int | None:
+        """Until one is proven; the smallest peak."""
         smallest: int | None = None
-        for name, order in _orders(self.problem, schedule, self.caps, self.split):
-            if best_only and self.fitting and self._is_slower(order):
-                continue
+        for name, order in self._orders(schedule):
             candidate = self._simulated(name, order)
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
             self.fits_all = self._keep(candidate) and self.fits_all
             if self.fitting and self.proven:
-                return
-        if not self.fitting and self.split:
-            for name, order in _orders(self.problem, schedule, self.caps, self.split):
-                self.offer(name, without_gaps(joined(self.problem, order)))
-        if not self.fitting:
-            raise _too_little_memory(self.problem, self.memory_bytes, smallest)
+                break
+        return smallest
+
+    def _keep_fastest(self, schedule: str) -> int | None:
+        """What is live is known last, and of few: it is most of a simulation's time. The smallest peak of those."""
+        timed: list[tuple[tuple[float, float], int, str, Schedule]] = []
+        for number, (name, order) in enumerate(self._orders(schedule)):
+            for form in self._forms(order):
+                step_ms, makespan_ms = self._step_ms(form)
+                proven = makespan_ms <= self.bound_ms * (1 + _PROVEN)
+                if proven and self._keep(self._candidate(name, form)) and self.proven:
+                    return None
+                timed.append((_rounded(step_ms, makespan_ms), number, name, form))
+        smallest: int | None = None
+        kept: set[int] = set()
+        for ms, number, name, form in sorted(timed, key=lambda one: one[0]):
+            if self.fitting and ms > self.best.rank[:2]:
+                break
+            if number in kept:  # its halves bring nothing
+                continue
+            candidate = self._candidate(name, form)
+            peak = max(candidate.estimate.peak_bytes)
+            smallest = peak if smallest is None else min(smallest, peak)
+            if self._keep(candidate):
+                kept.add(number)
+        return smallest
+
+    def _orders(self, schedule: str) -> Iterator[tuple[str, Schedule]]:
+        """Of the generators that may be, each once."""
+        found: set[Schedule] = set()
+        for name, generator in generators_for(schedule, self.problem.placement, split=self.split).items():
+            for make in generator.orders(self.problem, self.caps, self.split):
+                try:
+                    order = self._made(make)
+                    order = _with_extra(self.problem, in_halves(order) if self.split else order, self.split)
+                except InfeasibleError:
+                    continue
+                if order not in found:
+                    found.add(order)
+                    yield name, order
 
     def starts(self) -> list[Schedule]:
         """Where searches start: the best orders, and in between frugal ones, which have room to move under a cap."""
@@ -208,13 +260,8 @@ class _Pool:
         halves = self._candidate(name, schedule)
         return found if fits and not self._fits(halves) else halves
 
-    def _is_slower(self, schedule: Schedule) -> bool:
-        """Than the best order that fits: what is live, most of a simulation's time, need not be known then."""
-        most = self.best.rank[:2]
-        return all(_rounded(*self._step_ms(form)) > most for form in self._forms(schedule))
-
     def _forms(self, schedule: Schedule) -> Iterator[Schedule]:
-        """What :meth:`_simulated` may make of an order."""
+        """An order, but first without halves where it has some."""
         if self.split:
             yield joined(self.problem, schedule)
         yield schedule
@@ -293,21 +340,8 @@ def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
         pool.bound_ms, pool.solver_bound = min(solved.bound_ms, makespan), True
 
 
-def _orders(
-    problem: Problem, schedule: str, caps: tuple[Cap | None, ...], split: bool
-) -> Iterator[tuple[str, Schedule]]:
-    """Of the generators that may be, each once."""
-    found: set[Schedule] = set()
-    for name, generator in generators_for(schedule, problem.placement, split=split).items():
-        for make in generator.orders(problem, caps, split):
-            try:
-                order = in_halves(make()) if split else make()
-                order = _with_extra(problem, order, split)
-            except InfeasibleError:
-                continue
-            if order not in found:
-                found.add(order)
-                yield name, order
+def _made(make: Callable[[], Schedule]) -> Schedule:
+    return make()
 
 
 def _with_extra(problem: Problem, order: Schedule, split: bool) -> Schedule:
