@@ -22,6 +22,7 @@ from deepspeed_pulse.planner.ideal import ideal_ms, least_makespan
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.simulator import least_step_ms
 from deepspeed_pulse.planner.tuning.sizes import Sizes, scaled
+from deepspeed_pulse.planner.tuning.tuner import Tuner
 
 
 def box(nodes=1, ranks_per_node=4, memory_bytes=10**15, intra=1e9, inter=1e9) -> Cluster:
@@ -59,6 +60,14 @@ def test_where_others_wait_the_best_so_far_is_taken():
     assert len(found.ranked) == 1 and len(untried) > 3
     assert "after 0 s the best so far is taken; ds_pulse tune tries all" in untried[0].reason
     assert not {Verdict.UNTRIED} & {trial.verdict for trial in tuned(uniform(8), box(), 8).rejected}
+
+
+def test_the_first_choices_that_are_tried_differ_in_pipeline_ranks_and_are_quick_to_cut():
+    """Each with both ZeRO stages where it has replicas."""
+    job = OpenJob(profiles=[uniform(16)], cluster=box(2, 4), global_batch=16)
+    first = [trial.choice for trial in Tuner(job).run(exhaustive=False, progress=None)[: 2 * 3 + 1]]
+    assert {choice.pipeline_ranks for choice in first} == {1, 2, 4, 8}
+    assert all(choice.waves <= 1 and not choice.loop for choice in first)
 
 
 @st.composite

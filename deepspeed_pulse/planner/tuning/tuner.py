@@ -116,11 +116,16 @@ class Tuner:
             self._try(self._families(partial(self._finer_shapes, most, loop)), trials, progress)
 
     def _try(self, families: Iterable[Choice], trials: list[Trial], progress: Progress | None) -> None:
-        """Add what comes of more families."""
+        """Add what comes of more families. The first, one for each P, are quick to cut: then bounds exclude more."""
         apart = (found for family in families for found in self._apart(family))
-        by_bound = sorted(apart, key=lambda found: (self._ideal_ms(found[0]), found[0].pipeline_ranks))
-        count = self._decided + len(by_bound)
-        for family, stages in by_bound:
+        promising = sorted(apart, key=lambda found: (self._likely_ms(found[0]), found[0].pipeline_ranks))
+        firsts: dict[int, tuple[Choice, list[Choice]]] = {}
+        for found in promising:
+            if not _several(found[0]):
+                firsts.setdefault(found[0].pipeline_ranks, found)
+        first = list(firsts.values())[:_EXACT]
+        count = self._decided + len(promising)
+        for family, stages in first + [found for found in promising if found not in first]:
             trials += self._untried(stages) if self._is_late else self._family(family, stages)
             self._decided += 1
             if progress is not None:
@@ -245,6 +250,19 @@ class Tuner:
             apart=self._backbone_steps != "together",
         )
         return ideal + self._optimizer_ms(choice)
+
+    def _likely_ms(self, choice: Choice) -> float:
+        """What choices are tried by: the ideal, and sums that do not hide behind a rank's last backward.
+
+        The bound lets them hide behind more, and is the same for many choices where these sums are most of a step.
+        """
+        profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(choice.zero_stage)
+        summed = 0.5 if rules.shards_optimizer else 1.0  # scattered only, or to all
+        if optimizer_shards(profile, rules, choice.data_parallel) > 1:
+            summed += 0.5  # weights are gathered
+        hidden = sum(layer.backward_ms for layer in profile.layers)
+        behind = max(0.0, summed * self._reduction_ms(choice) - hidden)
+        return self._ideal_ms(choice) + behind / choice.pipeline_ranks
 
     def _optimizer_ms(self, choice: Choice) -> float:
         """Of a rank's part of all parameters."""
