@@ -193,22 +193,23 @@ class _Pool:
 
     def _keep_fastest(self, schedule: str) -> int | None:
         """What is live is known last, and of few: it is most of a simulation's time. The smallest peak of those."""
-        timed: list[tuple[tuple[float, float], int, str, Schedule]] = []
+        timed: list[tuple[tuple[float, float], int, str, Schedule, bool]] = []
         for number, (name, order) in enumerate(self._orders(schedule)):
-            for form in self._forms(order):
+            for whole in (True, False) if self.split else (False,):  # first without halves that bring nothing
+                form = joined(self.problem, order) if whole else order
                 step_ms, makespan_ms = self._step_ms(form)
                 proven = makespan_ms <= self.bound_ms * (1 + _PROVEN)
                 if proven and self._keep(self._candidate(name, form)) and self.proven:
                     return None
-                timed.append((_rounded(step_ms, makespan_ms), number, name, form))
+                timed.append((_rounded(step_ms, makespan_ms), number, name, order, whole))
         smallest: int | None = None
         kept: set[int] = set()
-        for ms, number, name, form in sorted(timed, key=lambda one: one[0]):
+        for ms, number, name, order, whole in sorted(timed, key=lambda one: one[0]):
             if self.fitting and ms > self.best.rank[:2]:
                 break
             if number in kept:  # its halves bring nothing
                 continue
-            candidate = self._candidate(name, form)
+            candidate = self._candidate(name, joined(self.problem, order) if whole else order)
             peak = max(candidate.estimate.peak_bytes)
             smallest = peak if smallest is None else min(smallest, peak)
             if self._keep(candidate):
@@ -259,12 +260,6 @@ class _Pool:
             return found
         halves = self._candidate(name, schedule)
         return found if fits and not self._fits(halves) else halves
-
-    def _forms(self, schedule: Schedule) -> Iterator[Schedule]:
-        """An order, but first without halves where it has some."""
-        if self.split:
-            yield joined(self.problem, schedule)
-        yield schedule
 
     def _step_ms(self, schedule: Schedule) -> tuple[float, float]:
         return step_and_makespan_ms(self.problem, self._times(schedule))
