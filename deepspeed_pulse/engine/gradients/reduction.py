@@ -80,7 +80,7 @@ class StageReduction:
         dtype: in which gradients are sent.
         group: the rank's data-parallel process group.
         timeout_seconds: silence of a replica after which a wait raises.
-        count: told of the bytes of copies that come and, negative, go.
+        count: told of the bytes of copies that come and, negative, go, and of what is there in that moment only.
         aside: of an asynchronous device.
     """
 
@@ -94,7 +94,7 @@ class StageReduction:
         group: Any,
         scaling: Scaling,
         timeout_seconds: float,
-        count: Callable[[int], None],
+        count: Callable[[int, int], None],
         aside: SideStream | None,
     ) -> None:
         self._parameters, self._names, self._gradients = parameters, names, gradients
@@ -274,7 +274,7 @@ class StageReduction:
             self._kept[id(parameters[0])] = kept
             sent, in_place = kept.sent, True
         else:
-            sent = self._sent(gradients)
+            sent = self._sent(gradients, self._gradients.beside_bytes(parameters))
             in_place = sent is gradients[0]
         if self._scaling.before != 1.0:
             sent.mul_(self._scaling.before)
@@ -282,10 +282,11 @@ class StageReduction:
         copies = [] if in_place else self._placed(parameters, gradients, sent)
         return Bucket(self._names[parameters[0]], sent, copies, work)
 
-    def _sent(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _sent(self, gradients: Sequence[torch.Tensor], beside_bytes: int) -> torch.Tensor:
         """One gradient itself where it may be summed in place (what goes over the wire is the same), or a copy.
 
         A copy of a part of other memory: what is added to that would count as a change of the gradient.
+        ``beside_bytes``: of what goes when the copy is made.
         """
         first = gradients[0]
         as_sent = first.dtype == self._dtype and first.is_contiguous()
@@ -293,7 +294,7 @@ class StageReduction:
         if self._gradients.may_change and as_sent and alone:
             return first
         sent = torch.empty(sum(g.numel() for g in gradients), dtype=self._dtype, device=first.device)
-        self._count(sent.nbytes)
+        self._count(sent.nbytes, beside_bytes)
         return torch.cat([g.reshape(-1) for g in gradients], out=sent)
 
     def _placed(
@@ -307,7 +308,7 @@ class StageReduction:
         placed = zip(parameters, gradients, parts, strict=True)
         copies = [(p, gradient, part) for p, gradient, part in placed if not self._gradients.becomes(p, part.detach())]
         if not copies:
-            self._count(-sent.nbytes)  # it is the gradients now
+            self._count(-sent.nbytes, 0)  # it is the gradients now
             self._kept[id(parameters[0])] = Kept(parameters, sent, parts, given=[p.grad for p in parameters])
         return copies
 
@@ -319,7 +320,7 @@ class StageReduction:
             gradient.copy_(part)
             self._gradients.wrote(parameter)
         if bucket.copies:
-            self._count(-bucket.sent.nbytes)
+            self._count(-bucket.sent.nbytes, 0)
 
     def _wait(self, bucket: Bucket) -> None:
         try:
@@ -339,14 +340,14 @@ class EarlyReduction:
     Args:
         engine: its optimizer and the dtype in which it sends gradients are followed: a program may set others.
         timeout_seconds: silence of a replica after which a wait raises.
-        count: told of the bytes of copies that come and, negative, go.
+        count: told of the bytes of copies that come and, negative, go, and of what is there in that moment only.
 
     Attributes:
         sums: those of the stages; None where gradients are summed upstream's way.
         is_on: in the step under way.
     """
 
-    def __init__(self, engine: Any, timeout_seconds: float, count: Callable[[int], None]) -> None:
+    def __init__(self, engine: Any, timeout_seconds: float, count: Callable[[int, int], None]) -> None:
         self._engine, self._timeout_seconds, self._count = engine, timeout_seconds, count
         self._aside = None if runs_at_once(engine.device) else SideStream()
         self._make()
@@ -382,7 +383,7 @@ class EarlyReduction:
 
 
 def stage_reduction(
-    engine: Any, timeout_seconds: float, count: Callable[[int], None], aside: SideStream | None
+    engine: Any, timeout_seconds: float, count: Callable[[int, int], None], aside: SideStream | None
 ) -> StageReduction | None:
     """What sums gradients early on this rank; None where they are summed upstream's way at the end of the step.
 

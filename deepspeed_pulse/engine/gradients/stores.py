@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,6 +44,10 @@ class OwnGradients:
             return False
         parameter.grad = part
         return True
+
+    def beside_bytes(self, parameters: Iterable[torch.nn.Parameter]) -> int:
+        """What backwards made of these that is live beside :meth:`of` until they are remembered."""
+        return 0
 
     def remember(self, parameter: torch.nn.Parameter) -> None:
         """From now on no backward may add to it."""
@@ -96,6 +101,9 @@ class MasterGradients:
 
     def becomes(self, parameter: torch.nn.Parameter, part: torch.Tensor) -> bool:
         return False
+
+    def beside_bytes(self, parameters: Iterable[torch.nn.Parameter]) -> int:
+        return sum(p.grad.nbytes for p in parameters if p.grad is not None)
 
     def remember(self, parameter: torch.nn.Parameter) -> None:
         parameter.grad = None  # it is in the buffer already
