@@ -7,6 +7,8 @@ import math
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.ir.rules import Rules
+from deepspeed_pulse.planner.cost import optimizer_shards
 from deepspeed_pulse.planner.links import Links
 from deepspeed_pulse.planner.problem import Problem
 
@@ -20,6 +22,16 @@ def least_reduction_ms(profile: Profile, cluster: Cluster, grid: Grid) -> float:
     """Of all gradients over data-parallel peers, if the ranks that sum fastest had them all."""
     links = Links(cluster, grid)
     return min(links.least_reduction_ms(rank, profile.param_bytes) for rank in range(grid.pipeline_ranks))
+
+
+def summed_share(rules: Rules) -> float:
+    """Of an all-reduce, what comes before the optimizer's step: one of ZeRO-1 only scatters."""
+    return 0.5 if rules.shards_optimizer else 1.0
+
+
+def gathered_share(profile: Profile, rules: Rules, replicas: int) -> float:
+    """What comes after it: weights are gathered where peers share optimizer state."""
+    return 0.5 if optimizer_shards(profile, rules, replicas) > 1 else 0.0
 
 
 def pieces(problem: Problem, stage: int, start_ms: float, end_ms: float) -> tuple[tuple[float, float], ...]:

@@ -23,11 +23,11 @@ from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
-from deepspeed_pulse.planner.cost import optimizer_ms, optimizer_shards, state_bytes, step_bytes
+from deepspeed_pulse.planner.cost import optimizer_ms, state_bytes, step_bytes
 from deepspeed_pulse.planner.links import Ports, Way
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.reduction import behind_ms, pieces, reduction_ms
+from deepspeed_pulse.planner.reduction import behind_ms, gathered_share, pieces, reduction_ms, summed_share
 
 Durations = Mapping[Any, float]
 """ms by action, by :class:`~deepspeed_pulse.ir.fill.FrozenRun`, and by :class:`~deepspeed_pulse.ir.fill.HandOver`: what
@@ -202,8 +202,7 @@ class _Clock:
     def reduce(self, rank: int, stage: int, ready: float) -> None:
         """After the rank's last action; a sharded optimizer only scatters gradients: half of an all-reduce."""
         problem = self.problem
-        share = 0.5 if problem.rules.shards_optimizer else 1.0
-        start, end = self._sum(rank, ready, share * reduction_ms(problem, stage))
+        start, end = self._sum(rank, ready, summed_share(problem.rules) * reduction_ms(problem, stage))
         self.reductions.append(Reduction(rank=rank, stage=stage, start_ms=start, end_ms=end))
 
 
@@ -333,10 +332,11 @@ def _reduction_end_ms(problem: Problem, timeline: Timeline) -> float:
     Where peers share optimizer state, the rank's weights are gathered after its step, half of an all-reduce.
     """
     ends, gather = defaultdict[int, float](float), defaultdict[int, float](float)
+    gathered = gathered_share(problem.profile, problem.rules, problem.plan.data_parallel)
     for reduction in timeline.reductions:
         ends[reduction.rank] = max(ends[reduction.rank], reduction.end_ms)
-        if optimizer_shards(problem.profile, problem.rules, problem.plan.data_parallel) > 1:
-            gather[reduction.rank] += 0.5 * reduction_ms(problem, reduction.stage)
+        if gathered:
+            gather[reduction.rank] += gathered * reduction_ms(problem, reduction.stage)
     return max((end + gather[rank] for rank, end in ends.items()), default=0.0)
 
 

@@ -26,7 +26,7 @@ from deepspeed_pulse.planner.making.maker import TooSlow, are_few
 from deepspeed_pulse.planner.making.ordered import ordered
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.recompute import cheapest_first
-from deepspeed_pulse.planner.reduction import least_reduction_ms
+from deepspeed_pulse.planner.reduction import gathered_share, least_reduction_ms, summed_share
 from deepspeed_pulse.planner.schedules.heuristics import GENERATORS, halves_tried
 from deepspeed_pulse.planner.tuning.open_job import OpenJob
 
@@ -257,11 +257,9 @@ class Tuner:
         The bound lets them hide behind more, and is the same for many choices where these sums are most of a step.
         """
         profile, rules = self.sizes.at(choice.microbatch_size), self.given.rules(choice.zero_stage)
-        summed = 0.5 if rules.shards_optimizer else 1.0  # scattered only, or to all
-        if optimizer_shards(profile, rules, choice.data_parallel) > 1:
-            summed += 0.5  # weights are gathered
+        share = summed_share(rules) + gathered_share(profile, rules, choice.data_parallel)
         hidden = sum(layer.backward_ms for layer in profile.layers)
-        behind = max(0.0, summed * self._reduction_ms(choice) - hidden)
+        behind = max(0.0, share * self._reduction_ms(choice) - hidden)
         return self._ideal_ms(choice) + behind / choice.pipeline_ranks
 
     def _optimizer_ms(self, choice: Choice) -> float:
