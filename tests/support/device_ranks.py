@@ -86,8 +86,8 @@ def _watched(engine: Any, sums: Any, counters: Any, memory: Any) -> dict[str, An
     figures: dict[str, Any] = {"counted": 0, "left": 0}
     start, count = sums.start, sums._count
 
-    def counted(change: int) -> None:
-        count(change)
+    def counted(change: int, beside_bytes: int) -> None:
+        count(change, beside_bytes)
         figures["left"] += change
         figures["counted"] = max(figures["counted"], figures["left"])
 
