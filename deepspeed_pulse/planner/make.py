@@ -17,7 +17,7 @@ from deepspeed_pulse.ir.schedule import Schedule
 from deepspeed_pulse.planner.cache import file_of, kept
 from deepspeed_pulse.planner.garbage import rare_collections
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
-from deepspeed_pulse.planner.making.best import MOST_SEARCHED, best_plan
+from deepspeed_pulse.planner.making.best import best_plan
 from deepspeed_pulse.planner.making.maker import Maker, are_few
 from deepspeed_pulse.planner.making.ordered import ordered
 from deepspeed_pulse.planner.partition.cuts import require_layers
@@ -96,7 +96,7 @@ def _maker(job: Job, options: SearchOptions, progress: Progress | None) -> tuple
     _check_forwards(max(map(len, places)), job.microbatches)
     maker = Maker(
         job=job,
-        options=replace(options, solver_seconds=options.solver_seconds / min(len(places), MOST_SEARCHED)),
+        options=options,
         recompute=recomputed_layers(job.profile, job.recompute),
         progress=progress,
     )

@@ -165,6 +165,26 @@ def test_the_best_of_several_cuts_is_searched_for_a_better_order():
     assert searched.estimate.step_ms < known.estimate.step_ms
 
 
+@pytest.mark.parametrize(
+    ("seed", "microbatches", "searched"),
+    [(1, 24, []), (0, 8, ["loop x 2"]), (7, 8, ["wave"]), (10, 4, ["wave", "loop x 2"])],
+)
+def test_only_placements_that_may_win_are_searched_and_share_the_time(seed, microbatches, searched, monkeypatch):
+    """What one of them leaves of it is for the next."""
+    given = random_profile(random.Random(seed), 12)
+    halves = [replace(x, weight_grad_ms=x.backward_ms / 2, input_grad_ms=x.backward_ms / 2) for x in given.layers]
+    asked_for = []
+
+    def spy(maker, plan):
+        asked_for.append(plan.placement.name)
+        assert maker.options.solver_seconds > 990 / (len(searched) - len(asked_for) + 1)
+        return plan
+
+    monkeypatch.setattr("deepspeed_pulse.planner.making.best._improved", spy)
+    made(replace(given, layers=tuple(halves)), 3, microbatches, solver_seconds=1000)
+    assert asked_for == searched
+
+
 @pytest.mark.parametrize(("microbatches", "cuts"), [(2, (0, 4, 6)), (8, (0, 3, 6)), (16, (0, 3, 6))])
 def test_few_microbatches_are_cut_by_fill_and_drain_too(microbatches, cuts):
     """Two of six equal layers: an even split takes 27 ms, with less work after what both ends wait for it takes 26."""

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import time
+from dataclasses import replace
 
 import pytest
 from toys import cluster, gpipe, layer, plan, profile, random_profile, uniform
@@ -104,6 +106,24 @@ def test_a_solver_proves_what_its_tolerance_allows(below, optimal, monkeypatch):
     answer = Solved(schedule=best.schedule, bound_ms=best.estimate.makespan_ms * (1 - below))
     monkeypatch.setattr("deepspeed_pulse.planner.search.synthesize.solve_order", lambda *a, **k: answer)
     assert synthesize(blank, job, SearchOptions(solver_seconds=0.5)).solver.optimal is optimal
+
+
+@pytest.mark.parametrize(("seed", "kinds"), [(0, []), (1, [True]), (3, [True])])
+def test_only_what_may_win_is_searched_and_has_all_the_time(seed, kinds, monkeypatch):
+    """Known orders in halves are shorter than any of whole backwards; of the first network none is shorter."""
+    given = random_profile(random.Random(seed), 6)
+    halves = [replace(x, weight_grad_ms=x.backward_ms / 2, input_grad_ms=x.backward_ms / 2) for x in given.layers]
+    costs, blank = replace(given, layers=tuple(halves)), plan(Placement.wave(3), 4)
+    searched = []
+
+    def spy(pool, seed, deadline):
+        searched.append(pool.split)
+        assert deadline > begun + 1000
+
+    monkeypatch.setattr("deepspeed_pulse.planner.search.synthesize._improve", spy)
+    begun = time.process_time()
+    synthesize(blank, Job.of(blank, costs, cluster()), SearchOptions(solver_seconds=1000))
+    assert searched == kinds
 
 
 @pytest.mark.parametrize(("seconds", "begun"), [(0.0, False), (1e-3, True)])

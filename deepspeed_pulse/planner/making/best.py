@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,9 @@ MOST_SEARCHED = 2
 """Of the placements of several backbones (which of them run the other way round, and how), how many are searched for
 better orders: those whose known orders are fastest."""
 
+_EQUAL = 1e-9
+"""Of a step, up to which two are equally fast."""
+
 _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""
 
@@ -29,10 +33,11 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     """
     free = _free(maker, places) if maker.job.recompute == "auto" else ()
     if maker.job.recompute != "auto" or (free and _fits(_first(free), maker.job)):
-        known = [maker.quick().moved(plan) for plan in free] if all(_fits(plan, maker.job) for plan in free) else ()
+        known = [maker.quick().moved(plan) for plan in free] if all(_fits(plan, maker.job) for plan in free) else []
+        known = known or _each(maker.quick(), places)
         if rivals or len(places) > MOST_SEARCHED:
-            return _with_rivals(maker, places, rivals, known)
-        return _searched(maker, known) if known else _fastest(maker, places)
+            return _with_rivals(maker, known, rivals)
+        return _searched(maker, known)
     layers = cheapest_first(maker.job.profile)
     found: list[Plan] = []
     problems: list[InfeasibleError] = []
@@ -81,26 +86,38 @@ def _dropped(plan: Plan, maker: Maker, layers: Sequence[int]) -> Plan:
     return _dropped(_dropped(plan, maker, layers[:half]), maker, layers[half:]) if half else plan
 
 
-def _with_rivals(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placement], known: Sequence[Plan]) -> Plan:
-    """Known orders decide which plans are searched for better ones: so many as there are places.
-
-    ``known``: plans of these orders for the places; none: they are made.
-    """
-    known = list(known or _each(maker.quick(), places))
+def _with_rivals(maker: Maker, known: Sequence[Plan], rivals: Sequence[Placement]) -> Plan:
+    """Known orders decide which plans are searched for better ones: so many as are ``known``, of the places."""
+    found = list(known)
     most = WORTH_CHANGING * min(map(step_ms, known))
     for place in rivals:
-        found = maker.rival(place, most)
-        if found is not None:
-            known.append(found)
-            most = step_ms(found)
-    if not maker.options.solver_seconds:
-        return _first(known)
-    return _searched(maker, sorted(known, key=step_ms)[: min(len(places), MOST_SEARCHED)])
+        plan = maker.rival(place, most)
+        if plan is not None:
+            found.append(plan)
+            most = step_ms(plan)
+    fastest = sorted(range(len(found)), key=lambda number: step_ms(found[number]))
+    return _searched(maker, [found[number] for number in sorted(fastest[: min(len(known), MOST_SEARCHED)])])
 
 
 def _searched(maker: Maker, known: Sequence[Plan]) -> Plan:
-    """The best of plans of known orders, better ones searched for where that is asked for."""
-    return _first([_improved(maker, plan) for plan in known] if maker.options.solver_seconds else known)
+    """The best of plans of known orders, better ones searched for where that is asked for and may make one the best.
+
+    They share the time; what one does not need is for the next.
+    """
+    found = list(known)
+    until = time.process_time() + maker.options.solver_seconds
+    for number, plan in enumerate(known if maker.options.solver_seconds else ()):
+        left = sum(_may_win(other, found) for other in known[number:])
+        if _may_win(plan, found):
+            seconds = max(0.0, until - time.process_time()) / left
+            found[number] = _improved(maker.within(seconds), plan)
+    return _first(found)
+
+
+def _may_win(plan: Plan, others: Sequence[Plan]) -> bool:
+    """Whether another order of its cuts could have the shortest step; not known of steps that run into one another."""
+    least_ms = plan.figures.lower_bound_ms + plan.figures.optimizer_ms
+    return bool(plan.backbones) or least_ms < step_ms(_first(others)) * (1 - _EQUAL)
 
 
 def _improved(maker: Maker, known: Plan) -> Plan:
@@ -114,14 +131,14 @@ def _improved(maker: Maker, known: Plan) -> Plan:
 
 def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:
     """The plan with the shortest step, the first among equals; an error only when no placement is feasible."""
-    return _first(_each(maker, places))
+    return _searched(maker, _each(maker.quick(), places))
 
 
 def _first(plans: Sequence[Plan]) -> Plan:
     """The one with the shortest step, the first among equals."""
     best = plans[0]
     for plan in plans[1:]:
-        best = plan if step_ms(plan) < step_ms(best) * (1 - 1e-9) else best
+        best = plan if step_ms(plan) < step_ms(best) * (1 - _EQUAL) else best
     return best
 
 

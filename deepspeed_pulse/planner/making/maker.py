@@ -334,7 +334,11 @@ class Maker:
 
     def quick(self) -> Maker:
         """The same without a search."""
-        return replace(self, options=replace(self.options, solver_seconds=0.0), progress=None)
+        return replace(self.within(0.0), progress=None)
+
+    def within(self, seconds: float) -> Maker:
+        """The same with so much time for a search."""
+        return replace(self, options=replace(self.options, solver_seconds=seconds))
 
     def order(self, plan: Plan) -> Plan:
         """The plan with the best order of its cuts, and frozen work in the time that leaves idle."""

@@ -6,7 +6,7 @@ The simulator alone decides: whatever found an order, its figures come from ther
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import zip_longest
@@ -82,22 +82,27 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     """
     bare = replace(plan, schedule=((),) * plan.pipeline_ranks)
     problem = Problem(bare, job.profile, job.cluster)
-    kinds = halves_tried(options, job.profile)
-    found: list[_Found] = []
+    searches = options.schedule == "auto" and options.solver_seconds > 0
+    pools: list[_Pool] = []
     problems: list[InfeasibleError] = []
     made = cache(_made)  # orders with backwards in halves come from whole ones, too
-    for split in kinds:
+    for split in halves_tried(options, job.profile):
         pool = _Pool(problem, job.limit_bytes, split, progress, made)
-        if found and found[0].best.estimate.summed_ms <= pool.bound_ms * (1 + _PROVEN):
+        if pool.has_no_better(pools):
             break
         try:
-            found.append(_searched(pool, options, options.solver_seconds / len(kinds)))
+            pool.generate(options.schedule, best_only=not searches)
+            pools.append(pool)
         except InfeasibleError as reason:
             problems.append(reason)
-    if not found:
+    if not pools:
         raise problems[0]
-    chosen = min(found, key=lambda one: one.best.rank)
-    best, start = chosen.best, chosen.start
+    starts = _searched(pools, options) if searches else {}
+    for one in pools:
+        if one.split:
+            one.offer(one.best.name, without_gaps(one.best.schedule))
+    chosen = min(pools, key=lambda one: one.best.rank)
+    best, start = chosen.best, starts.get(chosen.split)
     solver = Solver(
         name=best.name,
         optimal=pool.proves(best),  # by the last one's bound: no order in halves is shorter, nor a whole one
@@ -110,27 +115,27 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """The best order, and the one that a search began with."""
+def _searched(pools: Sequence[_Pool], options: SearchOptions) -> dict[bool, Candidate]:
+    """Look for better orders with backwards that are whole, and in halves, wherever those may be the best of all.
 
-    best: Candidate
-    start: Candidate | None
+    They share the time; what one does not need is for the next.
 
-
-def _searched(pool: _Pool, options: SearchOptions, seconds: float) -> _Found:
-    """The best order with backwards that are whole, or in halves."""
-    seed, deadline = options.seed, time.process_time() + seconds
-    searches = options.schedule == "auto" and options.solver_seconds > 0
-    pool.generate(options.schedule, best_only=not searches)
-    start: Candidate | None = None
-    if searches and not pool.proven:
-        start = pool.best
-        _solve_exactly(pool, seed, deadline)
-        _improve(pool, seed, deadline)
-    if pool.split:
-        pool.offer(pool.best.name, without_gaps(pool.best.schedule))
-    return _Found(best=pool.best, start=start)
+    Returns:
+        Of those that were looked for, by whether backwards are in halves, the order that was the best before.
+    """
+    starts: dict[bool, Candidate] = {}
+    until = time.process_time() + options.solver_seconds
+    for number, pool in enumerate(pools):
+        others = [other for other in pools if other is not pool]
+        if pool.proven or pool.has_no_better(others):
+            continue
+        left = [pool, *(one for one in pools[number + 1 :] if not one.has_no_better([pool]))]
+        now = time.process_time()
+        deadline = now + (until - now) / len(left)
+        starts[pool.split] = pool.best
+        _solve_exactly(pool, options.seed, deadline)
+        _improve(pool, options.seed, deadline)
+    return starts
 
 
 class _Pool:
@@ -162,6 +167,10 @@ class _Pool:
     def proven(self) -> bool:
         """No order has a shorter step."""
         return self.proves(self.best) and self.best.estimate.hides_sums
+
+    def has_no_better(self, others: Sequence[_Pool]) -> bool:
+        """No order here has a shorter step than the best of one of the others."""
+        return any(other.best.estimate.summed_ms <= self.bound_ms * (1 + _PROVEN) for other in others)
 
     def proves(self, candidate: Candidate) -> bool:
         """No order has a shorter makespan."""
