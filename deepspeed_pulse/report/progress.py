@@ -89,6 +89,8 @@ def describe(best_ms: float, bound_ms: float) -> str:
     """
     >>> describe(60.0, 57.0)
     'best schedule 60 ms, lower bound 57 ms, gap 5.3 %'
+    >>> describe(60.0 - 1e-9, 60.0)
+    'best schedule 60 ms, lower bound 60 ms, gap 0.0 %'
     """
-    gap = best_ms / bound_ms - 1.0 if bound_ms > 0 else 0.0
+    gap = max(0.0, best_ms / bound_ms - 1.0) if bound_ms > 0 else 0.0
     return f"best schedule {milliseconds(best_ms)}, lower bound {milliseconds(bound_ms)}, gap {percent(gap)}"

@@ -105,6 +105,9 @@ def _searched(maker: Maker, known: Sequence[Plan]) -> Plan:
     They share the time; what one does not need is for the next.
     """
     found = list(known)
+    if maker.progress is not None:
+        figures = _first(known).figures
+        maker.progress(figures.makespan_ms, figures.lower_bound_ms)
     until = time.process_time() + maker.options.solver_seconds
     for number, plan in enumerate(known if maker.options.solver_seconds else ()):
         left = sum(_may_win(other, found) for other in known[number:])
