@@ -19,7 +19,7 @@ BEGIN, END = "<!-- written by benchmarks/headline.py -->", "<!-- end of what ben
 
 NAMES = ("the wave's speed over", "DeepSpeed's 1F1B", "the best other pipeline", "data parallel", "command")
 MODELS = {"hunyuan": "Hunyuan-DiT 3 B", "sdxl": "SDXL", "uvit": "U-ViT 2.7 B"}
-OURS = ("wave", "linear", "tuned", "data parallel")
+OURS = ("wave", "linear", "auto", "tuned", "data parallel")
 
 
 def main() -> int:

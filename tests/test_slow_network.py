@@ -197,17 +197,21 @@ def test_the_fastest_side_is_named_without_a_wave_too() -> None:
 
 
 def test_the_fastest_of_the_others_is_what_ours_has_to_beat() -> None:
-    """The wave those that relay skips, the tuner's choice all sides, data parallel ones too."""
+    """The wave and "auto" those that relay skips, the tuner's choice all sides, data parallel ones too."""
     from slow_network import report
 
     found = figures()
     found["sides"] |= {name: copy.deepcopy(found["sides"]["1F1B"]) for name in ("ZB-V", "DDP")}
     found["sides"]["ZB-V"]["unlimited"]["step_ms"] = 0.98
     found["sides"]["DDP"]["ratio 1.5"]["step_ms"] = 0.5
+    found["sides"]["auto"] = copy.deepcopy(found["sides"]["wave"])
+    found["sides"]["auto"]["unlimited"]["step_ms"] = 0.97
+    found["sides"]["auto"]["ratio 1.5"]["step_ms"] = 3.0
     found["sides"]["tuned"]["ratio 2.5"]["measured_over_planned"] = 1.06
     assert report.missed(report.promises(found)) == [
         "unlimited: wave over the fastest, ZB-V: 0.980, target >= 1",
-        "unlimited: tuned over the fastest, ZB-V: 0.980, target >= 0.99",
+        "unlimited: tuned over the fastest, auto: 0.970, target >= 0.99",
+        "ratio 1.5: auto over the fastest, DualPipeV: 0.867, target >= 1",
         "ratio 1.5: tuned over the fastest, DDP: 0.500, target >= 0.99",
         "ratio 2.5: tuned, measured over planned: 1.060, target <= 1.05",
     ]
@@ -289,7 +293,7 @@ def test_sleeping_layers_are_measured_and_planned() -> None:
     }
     cluster = limited(nominal(case), 100.0)
     assert cluster.intra_node.bandwidth_gb_per_s < 0.0125 == pytest.approx(cluster.intra_node.bus_gb_per_s, rel=0.1)
-    assert our_sides(case, profile, cluster).keys() == {"linear", "wave", "tuned"}
+    assert our_sides(case, profile, cluster).keys() == {"linear", "wave", "auto", "tuned"}
 
 
 def test_what_the_tuner_chose_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

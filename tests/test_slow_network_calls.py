@@ -111,7 +111,7 @@ def test_what_is_far_behind_runs_once(calls: Calls) -> None:
     calls("--models", "uvit", "--write")
     sides = json.loads(calls.figures.read_text())["uvit-2"][0]["sides"]
     counts = {name: [side[speed]["steps"] for speed in calls.run.RATIOS] for name, side in sides.items()}
-    stock, ours = {"1F1B, stock", "DualPipeV, stock"}, {"linear", "wave", "tuned"}
+    stock, ours = {"1F1B, stock", "DualPipeV, stock"}, {"linear", "wave", "auto", "tuned"}
     assert counts == {name: [2, 2, 2] if name in ours else [1, 1, 1] if name in stock else [2, 1, 1] for name in counts}
 
 

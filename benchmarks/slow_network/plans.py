@@ -96,13 +96,14 @@ def tuned(case: Case, profile: Profile, cluster: Cluster) -> dict[str, Any]:
 
 
 def _as_planned(plan: Plan) -> Choice:
-    """Of a linear pipeline, a wave or a whole model on each rank."""
+    """Of a pipeline, or a whole model on each rank."""
     return Choice(
         pipeline_ranks=plan.pipeline_ranks,
         data_parallel=plan.data_parallel,
         waves=plan.waves,
         microbatch_size=plan.microbatch_size,
         microbatches=plan.microbatches,
+        loop=plan.pipeline_ranks > 1 and plan.placement.is_loop,
     )
 
 
@@ -116,6 +117,7 @@ def our_sides(case: Case, profile: Profile, cluster: Cluster) -> dict[str, dict[
     return {
         "linear": pipelined(case, profile, "linear", cluster),
         "wave": pipelined(case, profile, "wave", cluster),
+        "auto": pipelined(case, profile, "auto", cluster),
         "tuned": tuned(case, profile, cluster),
     }
 

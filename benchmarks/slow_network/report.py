@@ -30,11 +30,12 @@ SIDES = (
     "DDP",
     "linear",
     "wave",
+    "auto",
     "tuned",
 )
 
 RELAYED = ("1F1B", "DualPipeV", "interleaved", "ZB-V")
-OURS = ("linear", "wave", "tuned")
+OURS = ("linear", "wave", "auto", "tuned")
 
 Found = dict[str, Any]
 Promise = tuple[str, float, str, bool]
@@ -127,7 +128,8 @@ def promises(found: Found) -> Iterator[Promise]:
     if "1F1B" in pipelines:
         yield _least(f"{free}: wave over 1F1B", gain(found, free, "1F1B"), 1.1)
     for speed in found["speeds"]:
-        yield from _over_the_fastest(found, speed, "wave", RELAYED, 1.0)
+        for name in ("wave", "auto"):
+            yield from _over_the_fastest(found, speed, name, RELAYED, 1.0)
         yield from _over_the_fastest(found, speed, "tuned", [name for name in SIDES if name != "tuned"], 0.99)
         yield from _as_planned(found, speed)
 
