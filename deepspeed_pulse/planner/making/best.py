@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
@@ -21,6 +23,8 @@ better orders: those whose known orders are fastest."""
 _EQUAL = 1e-9
 """Of a step, up to which two are equally fast."""
 
+Made = TypeVar("Made")
+
 _SHARES = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of the layers worth recomputing, how many are tried in search of the fastest plan."""
 
@@ -31,10 +35,11 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
     ``rivals``: placements that are taken where they are faster. Finding their cuts takes seconds, so they are not
     tried beside layers that are recomputed.
     """
-    free = _free(maker, places) if maker.job.recompute == "auto" else ()
-    if maker.job.recompute != "auto" or (free and _fits(_first(free), maker.job)):
-        known = [maker.quick().moved(plan) for plan in free] if all(_fits(plan, maker.job) for plan in free) else []
-        known = known or _each(maker.quick(), places)
+    free = _free(maker, places) if maker.job.recompute == "auto" else []
+    made = list(itertools.chain(*free))
+    if maker.job.recompute != "auto" or (made and _fits(_first(made), maker.job)):
+        known = [maker.quick().best(plans) for plans in free] if all(_fits(plan, maker.job) for plan in made) else []
+        known = known or _each(maker.quick().plan, places)
         if rivals or len(places) > MOST_SEARCHED:
             return _with_rivals(maker, known, rivals)
         return _searched(maker, known)
@@ -62,10 +67,11 @@ def best_plan(maker: Maker, places: Sequence[Placement], rivals: Sequence[Placem
         return lean
 
 
-def _free(maker: Maker, places: Sequence[Placement]) -> list[Plan]:
+def _free(maker: Maker, places: Sequence[Placement]) -> list[list[Plan]]:
     """The plans of known orders, were there no limit of memory; none where they are too slow."""
+    unlimited = replace(maker.quick(), job=replace(maker.job, memory_bytes=UNLIMITED_BYTES), moves=False)
     try:
-        return _each(replace(maker.quick(), job=replace(maker.job, memory_bytes=UNLIMITED_BYTES), moves=False), places)
+        return _each(unlimited.plans, places)
     except TooSlow:
         return []
 
@@ -138,7 +144,7 @@ def _improved(maker: Maker, known: Plan) -> Plan:
 
 def _fastest(maker: Maker, places: Sequence[Placement]) -> Plan:
     """The plan with the shortest step, the first among equals; an error only when no placement is feasible."""
-    return _searched(maker, _each(maker.quick(), places))
+    return _searched(maker, _each(maker.quick().plan, places))
 
 
 def _first(plans: Sequence[Plan]) -> Plan:
@@ -149,13 +155,13 @@ def _first(plans: Sequence[Plan]) -> Plan:
     return best
 
 
-def _each(maker: Maker, places: Sequence[Placement]) -> list[Plan]:
-    """A plan for each feasible placement; an error when there is none."""
-    plans: list[Plan] = []
+def _each(make: Callable[[Placement], Made], places: Sequence[Placement]) -> list[Made]:
+    """What is made for each feasible placement; an error when there is none."""
+    plans: list[Made] = []
     problems: list[InfeasibleError] = []
     for place in places:
         try:
-            plans.append(maker.plan(place))
+            plans.append(make(place))
         except InfeasibleError as problem:
             problems.append(problem)
     if not plans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -96,7 +97,18 @@ class Maker:
     progress: Progress | None = None
 
     def plan(self, placement: Placement) -> Plan:
-        """With the partitioner's cuts, or with others where known orders of those are faster."""
+        """The best of what :meth:`plans` finds; a better order of its cuts is searched for where that is asked for."""
+        quick = self.quick()
+        plans = quick.plans(placement)
+        best = quick.best(plans) if self.options.waves == 1 else plans[0]  # to move cuts of several waves takes seconds
+        return self.order(best) if self.options.solver_seconds else best
+
+    def plans(self, placement: Placement) -> list[Plan]:
+        """With the partitioner's cuts, or with others where known orders of those are faster.
+
+        Where skips that are sent count, the second sends more of them than the first and is faster. Unless an order of
+        the partitioner's cuts does not fit, no cuts were moved.
+        """
         own = self.cut(placement, self.job.profile)
         try:
             return self._made(own)
@@ -107,7 +119,12 @@ class Maker:
                 raise TooSlow(ideal_ms, any_cuts=True) from reason
             raise
         except InfeasibleError as reason:
-            return self._leaner(own, reason)
+            return [self._leaner(own, reason)]
+
+    def best(self, plans: Sequence[Plan]) -> Plan:
+        """The first, or one that sends skips which that keeps, if it is worth that once cuts of both are moved."""
+        kept, *parted = [self.moved(plan) if self.moves else plan for plan in plans]
+        return next((plan for plan in parted if step_ms(plan) <= _WORTH_PARTING * step_ms(kept)), kept)
 
     def _leaner(self, own: Plan, reason: InfeasibleError) -> Plan:
         """With cuts moved until an order of them fits: the partitioner counts neither messages nor waiting gradients.
@@ -123,7 +140,7 @@ class Maker:
         @cache
         def missing_bytes(cuts: tuple[int, ...]) -> float:
             try:
-                orders[cuts] = self.quick().order(self._of(cuts, own.placement))
+                orders[cuts] = self.order(self._of(cuts, own.placement))
             except InfeasibleError as problem:
                 return math.inf if problem.needed_bytes is None else max(1, problem.needed_bytes - job.limit_bytes)
             return 0.0
@@ -132,18 +149,16 @@ class Maker:
         for cuts in dict.fromkeys((own.boundaries, frugal.boundaries)):
             found = descent(missing_bytes, cuts, nearby)[1]
             if found in orders:
-                best = self.moved(orders[found]) if self.moves else orders[found]
-                return self.order(best) if self.options.solver_seconds else best
+                return self.moved(orders[found]) if self.moves else orders[found]
         raise reason
 
-    def _made(self, own: Plan) -> Plan:
+    def _made(self, own: Plan) -> list[Plan]:
         others = self._weighs or self._may_part(own) or self._fills
         # cuts of several waves or backbones take seconds to find
         settled = self.options.boundaries or self.options.waves > 1 or self.job.profile.backbones
         if settled or not others:
-            return self.order(self._promising(own, self.options.within_ms))
-        known = self.quick()._fastest_cuts(own)
-        return self.order(known) if self.options.solver_seconds else known
+            return [self.order(self._promising(own, self.options.within_ms))]
+        return self._fastest_cuts(own)
 
     def rival(self, placement: Placement, within_ms: float) -> Plan | None:
         """A plan of known orders for several waves or a loop, if one is so fast; few of their cuts are looked at."""
@@ -166,29 +181,34 @@ class Maker:
                 best, within_ms = found, step_ms(found)
         return best
 
-    def _fastest_cuts(self, own: Plan) -> Plan:
-        """Ordered; of the partitioner's cuts and their rivals."""
-        best: Plan | None = None
-        most, too_slow = self.options.within_ms, list[tuple[float, Plan]]()
+    def _fastest_cuts(self, own: Plan) -> list[Plan]:
+        """Of the partitioner's cuts and their rivals, the fastest that sends no more skips, and one that does."""
+        limit_ms = self.options.within_ms
+        found: dict[bool, Plan] = {}
+        most = {False: limit_ms, True: limit_ms}
+        too_slow: list[tuple[float, Plan]] = []
         try:
-            best = self.order(self._promising(own, most))
-            most = min(most, _WORTH_MOVING * step_ms(best))
+            found[False] = self.order(self._promising(own, limit_ms))
         except TooSlow as reason:
             too_slow.append((reason.bound_ms, own))
-        first = best
-        for rival in self._rivals(best or own, most):
+        first = found.get(False)
+        if first is not None:
+            worth = {False: _WORTH_MOVING, True: _WORTH_PARTING}
+            most = {parts: min(limit_ms, share * step_ms(first)) for parts, share in worth.items()}
+        for rival in self._rivals(first or own, most[False]):
+            parts = first is not None and self._parts_more(rival, first)
             try:
-                found = self.order(self._promising(rival, most))
+                plan = self.order(self._promising(rival, most[parts]))
             except TooSlow as reason:
                 too_slow.append((reason.bound_ms, rival))
             except InfeasibleError:  # its memory; the partitioner's cuts fit, or are too slow
                 continue
             else:
-                if step_ms(found) <= min(most, self._most_ms(found, first)):
-                    best, most = found, step_ms(found)
-        if best is None:
-            best = self.order(self._just_too_slow(*min(too_slow, key=lambda found: found[0])))
-        return self.moved(best, None if self.options.parts_skips else first) if self.moves else best
+                if step_ms(plan) <= most[parts]:
+                    found[parts], most[parts] = plan, step_ms(plan)
+        if not found:
+            found[False] = self.order(self._just_too_slow(*min(too_slow, key=lambda one: one[0])))
+        return [found[parts] for parts in sorted(found)]
 
     def _just_too_slow(self, bound_ms: float, plan: Plan) -> Plan:
         """The plan with its cuts moved to where its bound is within what a step may take, if that is near."""
@@ -199,17 +219,16 @@ class Maker:
                 plan = self._of(self._lowered(plan, moves, plan), plan.placement)
         return self._promising(plan, self.options.within_ms)
 
-    def moved(self, best: Plan, first: Plan | None = None) -> Plan:
+    def moved(self, best: Plan) -> Plan:
         """With cuts moved to where the bound is smaller, again and again while known orders of them are faster.
 
         The partitioner's cuts know of fill and drain, but not of a rank that waits for its first backward. Where skips
-        sent count, a wave sends no more of them than in ``first`` (None: than now). Cuts with a tolerance stay as they
-        are: they give time for bytes.
+        sent count, a wave sends no more of them than before. Cuts with a tolerance stay as they are: they give time for
+        bytes.
         """
         if not self._may_move:
             return best
-        first = first or best
-        tried = {best.boundaries}
+        first, tried = best, {best.boundaries}
         ways = every = [moves for moves, most in _MOVES.items() if best.num_stages <= most]
         while ways:
             moves, *ways = ways
@@ -289,12 +308,6 @@ class Maker:
             apart=self.options.backbone_steps != "together",
         )
         return found + optimizer_ms(profile, profile.param_bytes // job.pipeline_ranks, job.rules, job.data_parallel)
-
-    def _most_ms(self, rival: Plan, own: Plan | None) -> float:
-        """How long a rival's step may be: what sends more has to be worth it."""
-        if own is None or not self._parts_more(rival, own):
-            return math.inf
-        return _WORTH_PARTING * step_ms(own)
 
     def _parts_more(self, rival: Plan, own: Plan) -> bool:
         """Whether it sends skips that the other keeps, where that has to be worth it."""
