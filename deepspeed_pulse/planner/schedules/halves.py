@@ -33,6 +33,17 @@ def without_gaps(schedule: Schedule) -> Schedule:
     return tuple(tuple(_closed(row)) for row in schedule)
 
 
+def whole_at(schedule: Schedule, half: Action) -> Schedule:
+    """``B`` in the place of one ``I``, without its ``W``."""
+    gone = half._replace(op=Op.WEIGHT_GRAD)
+    return tuple(
+        tuple(half._replace(op=Op.BACKWARD) if action == half else action for action in row if action != gone)
+        if half in row
+        else row
+        for row in schedule
+    )
+
+
 def _awaited(problem: Problem, stage: int) -> bool:
     action = Action(stage, Op.INPUT_GRAD, 0)
     others = [a for a in local_dependents(action, problem.placement, split=True) if a.stage != stage]

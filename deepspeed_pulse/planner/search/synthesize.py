@@ -25,6 +25,7 @@ from deepspeed_pulse.planner.schedules.listing import Cap, list_schedule
 from deepspeed_pulse.planner.schedules.templates import without_weights
 from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.improve import Improver
+from deepspeed_pulse.planner.search.joining import put_together
 from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
 from deepspeed_pulse.planner.simulator import (
     always_held,
@@ -44,6 +45,9 @@ _FEW = 3
 
 _IN_HAND = 2
 """Orders whose times are asked for again: one, and what it is with its halves joined."""
+
+_JOINING = 1 / 4
+"""Of the time to search, what is kept to put halves together, where apart they take longer than whole."""
 
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
@@ -134,7 +138,10 @@ def _searched(pools: Sequence[_Pool], options: SearchOptions) -> dict[bool, Cand
         deadline = now + (until - now) / len(left)
         starts[pool.split] = pool.best
         _solve_exactly(pool, options.seed, deadline)
-        _improve(pool, options.seed, deadline)
+        costly = pool.split and _halves_cost(pool.problem)
+        _improve(pool, options.seed, deadline - _JOINING * (deadline - now) if costly else deadline)
+        if costly:
+            _join(pool, starts[pool.split], options.seed, deadline)
     return starts
 
 
@@ -206,7 +213,7 @@ class _Pool:
         for number, (name, order) in enumerate(self._orders(schedule)):
             for whole in (True, False) if self.split else (False,):  # first without halves that bring nothing
                 form = joined(self.problem, order) if whole else order
-                step_ms, makespan_ms = self._step_ms(form)
+                step_ms, makespan_ms = self.step_ms(form)
                 proven = makespan_ms <= self.bound_ms * (1 + _PROVEN)
                 if proven and self._keep(self._candidate(name, form)) and self.proven:
                     return None
@@ -265,12 +272,13 @@ class _Pool:
             return self._candidate(name, schedule)
         found = self._candidate(name, joined(self.problem, schedule))
         fits = self._fits(found)
-        if fits and _rounded(*self._step_ms(schedule)) >= found.rank[:2]:
+        if fits and _rounded(*self.step_ms(schedule)) >= found.rank[:2]:
             return found
         halves = self._candidate(name, schedule)
         return found if fits and not self._fits(halves) else halves
 
-    def _step_ms(self, schedule: Schedule) -> tuple[float, float]:
+    def step_ms(self, schedule: Schedule) -> tuple[float, float]:
+        """And its makespan."""
         return step_and_makespan_ms(self.problem, self._times(schedule))
 
     def _candidate(self, name: str, schedule: Schedule) -> Candidate:
@@ -326,6 +334,20 @@ def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> lis
         _improver(small, seed, deadline).improve(small.starts())
     starts = {span.work: span.start_ms for span in small.best.timeline.spans}
     return unrolled(small.best.schedule, starts, problem.plan.microbatches)
+
+
+def _halves_cost(problem: Problem) -> bool:
+    """Apart they take longer than whole."""
+    costs = problem.costs
+    halves = zip(costs.input_grad_ms, costs.weight_grad_ms, strict=True)
+    return any(i + w > whole for (i, w), whole in zip(halves, costs.backward_ms, strict=True))
+
+
+def _join(pool: _Pool, start: Candidate, seed: int, deadline: float) -> None:
+    """Put halves together in the best order, and in the one that was the best before the search."""
+    starts = list(dict.fromkeys((pool.best.schedule, start.schedule)))
+    found = put_together(starts, lambda order: pool.step_ms(order)[0], seed=seed, deadline=deadline)
+    pool.offer("search", found)
 
 
 def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:
