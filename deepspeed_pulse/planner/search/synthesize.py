@@ -78,7 +78,8 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
     Never worse than the best generator. The same arguments give the same plan as long as the search ends before
-    ``options.solver_seconds`` (its part with few microbatches, where there are many, before half of them).
+    ``options.solver_seconds``, or three quarters of them where halves take longer than whole backwards (its part with few
+    microbatches, where there are many, before half of that).
 
     Raises:
         ConfigError: the schedule is not available or does not fit the placement; lists those that do.
@@ -140,7 +141,7 @@ def _searched(pools: Sequence[_Pool], options: SearchOptions) -> dict[bool, Cand
         _solve_exactly(pool, options.seed, deadline)
         costly = pool.split and _halves_cost(pool.problem)
         _improve(pool, options.seed, deadline - _JOINING * (deadline - now) if costly else deadline)
-        if costly:
+        if costly and not pool.proven:
             _join(pool, starts[pool.split], options.seed, deadline)
     return starts
 
@@ -340,7 +341,7 @@ def _halves_cost(problem: Problem) -> bool:
     """Apart they take longer than whole."""
     costs = problem.costs
     halves = zip(costs.input_grad_ms, costs.weight_grad_ms, strict=True)
-    return any(i + w > whole for (i, w), whole in zip(halves, costs.backward_ms, strict=True))
+    return any(i + w > whole * (1 + _PROVEN) for (i, w), whole in zip(halves, costs.backward_ms, strict=True))
 
 
 def _join(pool: _Pool, start: Candidate, seed: int, deadline: float) -> None:
