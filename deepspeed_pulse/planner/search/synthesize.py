@@ -78,8 +78,8 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
     Never worse than the best generator. The same arguments give the same plan as long as the search ends before
-    ``options.solver_seconds``, or three quarters of them where halves take longer than whole backwards (its part with few
-    microbatches, where there are many, before half of that).
+    ``options.solver_seconds``, or three quarters of them where halves take longer than whole backwards (its part with
+    few microbatches, where there are many, before half of that).
 
     Raises:
         ConfigError: the schedule is not available or does not fit the placement; lists those that do.
