@@ -51,12 +51,18 @@ def _awaited(problem: Problem, stage: int) -> bool:
 
 
 def _with_whole(row: Sequence[Action], late: set[int], early: set[int]) -> Iterator[Action]:
-    whole = {Op.WEIGHT_GRAD: late, Op.INPUT_GRAD: early}
+    """Backwards of a stage that is ``late`` stay in order: one that is whole already may be before halves' ``W``."""
+    ordered = {
+        s: iter(sorted(a.microbatch for a in row if a.stage == s and a.op in (Op.BACKWARD, Op.INPUT_GRAD)))
+        for s in late
+    }
+    whole = {Op.WEIGHT_GRAD: late, Op.BACKWARD: late, Op.INPUT_GRAD: early}
     gone = {Op.INPUT_GRAD: late, Op.WEIGHT_GRAD: early}
     for action in row:
-        if action.stage in whole.get(action.op, ()):
-            yield Action(action.stage, Op.BACKWARD, action.microbatch)
-        elif action.stage not in gone.get(action.op, ()):
+        stage = action.stage
+        if stage in whole.get(action.op, ()):
+            yield Action(stage, Op.BACKWARD, next(ordered[stage]) if stage in late else action.microbatch)
+        elif stage not in gone.get(action.op, ()):
             yield action
 
 
