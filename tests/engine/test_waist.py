@@ -11,6 +11,7 @@ import pytest
 from packaging.version import Version
 from support.waist import used
 
+from deepspeed_pulse.engine import hook
 from deepspeed_pulse.engine.waist import check
 from deepspeed_pulse.engine.waist.names import NAMES, SINCE
 from deepspeed_pulse.errors import ConfigError
@@ -43,6 +44,13 @@ def test_instances_have_more_than_their_class() -> None:
     engine = "deepspeed.runtime.pipe.engine.PipelineEngine"
     assert check.has(engine, "pipe_buffers") and check.has(engine, "checkpoint_engine")
     assert not check.has(engine, "share_memory") and not check.has(f"{engine}.no_such_class", "steps")
+
+
+def test_what_this_package_sets_on_a_class_is_not_upstreams() -> None:
+    hook.install()
+    check._names_of.cache_clear()  # a test before this one may have asked before it was set
+    assert not check.has("deepspeed.DeepSpeedConfig", "__new__")
+    assert check.has("deepspeed.DeepSpeedConfig", "__init__")
 
 
 def test_a_name_that_is_not_there_is_told_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:

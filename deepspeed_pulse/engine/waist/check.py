@@ -31,7 +31,7 @@ def has(owner: str, name: str) -> bool:
     """Whether a module or class, given by its full name, has a name.
 
     Of a class: what it and its bases within DeepSpeed define, and what their functions set on objects (``self.x = 1``,
-    ``parameter.x = 1``).
+    ``parameter.x = 1``). Not what this package has set there.
     """
     found = _value(owner)
     return hasattr(found, name) if isinstance(found, ModuleType) else name in _names_of(owner)
@@ -48,8 +48,17 @@ def _value(path: str) -> object:
 def _names_of(owner: str) -> frozenset[str]:
     upstream = [base for base in getattr(_value(owner), "__mro__", ()) if base.__module__.split(".")[0] == "deepspeed"]
     return frozenset(
-        name for base in upstream for name in (*vars(base), *vars(base).get("__annotations__", ()), *_set_in(base))
+        name
+        for base in upstream
+        for name in (*_defined_by(base), *vars(base).get("__annotations__", ()), *_set_in(base))
     )
+
+
+def _defined_by(owner: type) -> Iterator[str]:
+    ours = __name__.split(".")[0]
+    for name, value in vars(owner).items():
+        if str(getattr(value, "__module__", "")).split(".")[0] != ours:
+            yield name
 
 
 def _set_in(owner: type) -> Iterator[str]:
