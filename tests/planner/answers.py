@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from toys import layer, plan, profile, skip
+from toys import costly, layer, plan, profile, skip
 
 from deepspeed_pulse.errors import InfeasibleError, PulseError
 from deepspeed_pulse.ir.choice import Constraints, Trial
@@ -37,7 +37,7 @@ from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
-from deepspeed_pulse.ir.schedule import Schedule
+from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.ir.timeline import Timeline
 from deepspeed_pulse.planner import Job, OpenJob, SearchOptions, make_plan, simulate, tune
 from deepspeed_pulse.planner.bounds import lower_bound_ms
@@ -389,7 +389,8 @@ def tabu_walks(rng: random.Random) -> Answer:
     cap = count_cap(problem, rng.choice([4, 6, 8])) if rng.random() < 0.6 else None
     start = list_schedule(problem, microbatches, cap=cap, split=split)
     finish = tuple(rng.randint(0, 20) / 8 for _ in placement)
-    net = Net(problem, microbatches, split=split, finish_ms=finish)
+    after = dict.fromkeys((Op.BACKWARD, Op.WEIGHT_GRAD), finish)
+    net = Net(problem, microbatches, split=split, finish_ms=after)
     search = Search(net, cap, net.rows(start), seed=rng.randrange(100), target_ms=0.0)
     found: dict[str, Answer] = {"start_ms": search.best_ms}
     for steps in (100, 500):
@@ -407,6 +408,25 @@ def tabu_walks(rng: random.Random) -> Answer:
         ),
     }
     return found
+
+
+@case(*range(6))
+def walks_between_halves_and_whole(rng: random.Random) -> Answer:
+    """The same where halves take longer than a whole backward."""
+    ranks, microbatches = rng.choice([(1, 8), (2, 7), (3, 5)])
+    placement = rng.choice([Placement.wave(ranks), Placement.linear(ranks)])
+    costs, boxes = costly(model(rng, len(placement), several=True), 1.25), machines(rng, ranks)
+    problem = Problem(plan(placement, microbatches, of=costs), costs, boxes)
+    net = Net(problem, microbatches, split=True)
+    start = list_schedule(problem, microbatches, split=True)
+    search = Search(net, None, net.rows(start), seed=rng.randrange(100), target_ms=0.0)
+    search.run(300, float("inf"))
+    spans = windows(Paths(net, search.best_rows))
+    return {
+        "best_ms": search.best_ms,
+        "now": order(net.schedule(search.rows)),
+        "windows": " ".join(str(len(window)) for window in spans),
+    }
 
 
 @case(*range(5), 6, 7, 10)

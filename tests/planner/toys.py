@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.plan import Plan, make_routes
@@ -48,6 +49,13 @@ def profile(layers, skips=(), dtype="float32", microbatch_size=1) -> Profile:
 def uniform(num_layers: int, **costs) -> Profile:
     """Half-stage units: forward 1, backward 2."""
     return profile([layer(**costs) for _ in range(num_layers)])
+
+
+def costly(costs, times):
+    """Both halves of a backward take so many times what it takes whole."""
+    halves = [(times * x.backward_ms / 2, times * x.backward_ms / 2) for x in costs.layers]
+    layers = [replace(x, input_grad_ms=i, weight_grad_ms=w) for x, (i, w) in zip(costs.layers, halves, strict=True)]
+    return replace(costs, layers=tuple(layers))
 
 
 def skip(name: str, source: int, target: int, size: int = 1, gradient: bool = True) -> Skip:

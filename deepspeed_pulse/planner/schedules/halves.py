@@ -8,6 +8,15 @@ from deepspeed_pulse.ir.keys import local_dependents
 from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 from deepspeed_pulse.planner.problem import Problem
 
+_ROUNDING = 1e-9
+
+
+def halves_cost(problem: Problem) -> bool:
+    """Apart they take longer than whole, by more than rounding."""
+    costs = problem.costs
+    halves = zip(costs.input_grad_ms, costs.weight_grad_ms, strict=True)
+    return any(i + w > whole * (1 + _ROUNDING) for (i, w), whole in zip(halves, costs.backward_ms, strict=True))
+
 
 def in_halves(schedule: Schedule) -> Schedule:
     """Every ``B`` as ``I`` and ``W``, one right after the other."""
@@ -31,17 +40,6 @@ def joined(problem: Problem, schedule: Schedule) -> Schedule:
 def without_gaps(schedule: Schedule) -> Schedule:
     """``B`` where ``W`` follows right behind its ``I``."""
     return tuple(tuple(_closed(row)) for row in schedule)
-
-
-def whole_at(schedule: Schedule, half: Action) -> Schedule:
-    """``B`` in the place of one ``I``, without its ``W``."""
-    gone = half._replace(op=Op.WEIGHT_GRAD)
-    return tuple(
-        tuple(half._replace(op=Op.BACKWARD) if action == half else action for action in row if action != gone)
-        if half in row
-        else row
-        for row in schedule
-    )
 
 
 def _awaited(problem: Problem, stage: int) -> bool:

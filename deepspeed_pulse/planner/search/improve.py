@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed_pulse.ir.schedule import Schedule
+from deepspeed_pulse.ir.schedule import Op, Schedule
 from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.reduction import behind_ms, reduction_ms
 from deepspeed_pulse.planner.schedules.listing import Cap
@@ -54,11 +54,14 @@ class Improver:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        last_ms = problem.costs.weight_grad_ms if self.split else problem.costs.backward_ms
-        finish = tuple(
-            behind_ms(problem, stage, ms) if problem.rules.reduce_early else reduction_ms(problem, stage)
-            for stage, ms in enumerate(last_ms)
-        )
+        last_ms = {Op.BACKWARD: problem.costs.backward_ms, Op.WEIGHT_GRAD: problem.costs.weight_grad_ms}
+        finish = {
+            op: [
+                behind_ms(problem, stage, ms) if problem.rules.reduce_early else reduction_ms(problem, stage)
+                for stage, ms in enumerate(of_stages)
+            ]
+            for op, of_stages in last_ms.items()
+        }
         self.net = Net(problem, problem.plan.microbatches, split=self.split, finish_ms=finish)
 
     def improve(self, starts: Sequence[Schedule]) -> None:

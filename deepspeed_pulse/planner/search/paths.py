@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from deepspeed_pulse.planner.search.net import Arc, Net, Rows
@@ -16,32 +17,45 @@ class Move:
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Of a rank's row: what stands from ``first`` to ``last`` makes room for ``nodes``.
+
+    A backward's halves make room for it, or it for its halves; the others there stay, in their order.
+    """
+
+    rank: int
+    first: int
+    last: int
+    nodes: tuple[int, ...]
+
+
 class Paths:
     """Rows with ``end`` (longest path up to and with a node) and ``reach`` (from a node, itself included), ms.
 
-    Both lists have a zero after their last node, which is what index -1, "no neighbour", finds.
+    Both lists have a zero after their last node, which is what index -1, "no neighbour", finds. Nodes that the rows
+    lack have minus infinity in both, and position -1.
     """
 
     def __init__(self, net: Net, rows: Rows) -> None:
         self.net = net
         self.rows = [row[:] for row in rows]
-        self.position = [-1] * len(net.duration)
         found = net.chained(self.rows)
         assert found is not None, "the order deadlocks"
         self._load(*found)
 
     def _load(self, order: list[int], previous: list[int], following: list[int]) -> None:
         self.order, self.previous, self.following = order, previous, following
-        size = len(order)
-        self.place = [0] * size
+        size = len(self.net.duration)
+        self.place, self.position = [0] * size, [-1] * size
         for at, node in enumerate(order):
             self.place[node] = at
         for row in self.rows:
             for at, node in enumerate(row):
                 self.position[node] = at
-        self.end, self.reach = [0.0] * (size + 1), [0.0] * (size + 1)
+        self.end, self.reach = [-math.inf] * size + [0.0], [-math.inf] * size + [0.0]
         self._forward(0)
-        self._backward(size)
+        self._backward(len(order))
 
     def _forward(self, low: int) -> None:
         end, previous, before, duration = self.end, self.previous, self.net.before, self.net.duration
@@ -101,6 +115,13 @@ class Paths:
             return False
         self._load(*found)
         return True
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Apply one. It leads to no deadlock: a half's backward waits for what it waits for, and others for both."""
+        self.rows[exchange.rank][exchange.first : exchange.last + 1] = exchange.nodes
+        found = self.net.chained(self.rows)
+        assert found is not None, "the order deadlocks"
+        self._load(*found)
 
     def _shift(self, move: Move) -> None:
         row = self.rows[move.rank]

@@ -19,13 +19,12 @@ from deepspeed_pulse.ir.units import gigabytes
 from deepspeed_pulse.planner.bounds import lower_bound_ms
 from deepspeed_pulse.planner.job import DEFAULTS, Job, Progress, SearchOptions
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.schedules.halves import in_halves, joined, without_gaps
+from deepspeed_pulse.planner.schedules.halves import halves_cost, in_halves, joined, without_gaps
 from deepspeed_pulse.planner.schedules.heuristics import byte_cap, frugal_orders, generators_for, halves_tried
 from deepspeed_pulse.planner.schedules.listing import Cap, list_schedule
 from deepspeed_pulse.planner.schedules.templates import without_weights
 from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.improve import Improver
-from deepspeed_pulse.planner.search.joining import put_together
 from deepspeed_pulse.planner.search.order_model import count_pairs, solve_order
 from deepspeed_pulse.planner.simulator import (
     always_held,
@@ -45,9 +44,6 @@ _FEW = 3
 
 _IN_HAND = 2
 """Orders whose times are asked for again: one, and what it is with its halves joined."""
-
-_JOINING = 1 / 4
-"""Of the time to search, what is kept to put halves together, where apart they take longer than whole."""
 
 _PROVEN = 1e-9
 _SOLVER_TOLERANCE = 1e-6
@@ -78,8 +74,7 @@ def synthesize(plan: Plan, job: Job, options: SearchOptions = DEFAULTS, progress
     """The plan with the best order found, its estimate and solver; the plan's own schedule is not looked at.
 
     Never worse than the best generator. The same arguments give the same plan as long as the search ends before
-    ``options.solver_seconds``, or three quarters of them where halves take longer than whole backwards (its part with
-    few microbatches, where there are many, before half of that).
+    ``options.solver_seconds`` (its part with few microbatches, where there are many, before half of that).
 
     Raises:
         ConfigError: the schedule is not available or does not fit the placement; lists those that do.
@@ -138,11 +133,11 @@ def _searched(pools: Sequence[_Pool], options: SearchOptions) -> dict[bool, Cand
         now = time.process_time()
         deadline = now + (until - now) / len(left)
         starts[pool.split] = pool.best
+        if pool.split and halves_cost(pool.problem):  # backwards that are whole are in its search, too
+            for other in others:
+                pool.offer(other.best.name, other.best.schedule)
         _solve_exactly(pool, options.seed, deadline)
-        costly = pool.split and _halves_cost(pool.problem)
-        _improve(pool, options.seed, deadline - _JOINING * (deadline - now) if costly else deadline)
-        if costly and not pool.proven:
-            _join(pool, starts[pool.split], options.seed, deadline)
+        _improve(pool, options.seed, deadline)
     return starts
 
 
@@ -335,20 +330,6 @@ def _from_few(pool: _Pool, microbatches: int, seed: int, deadline: float) -> lis
         _improver(small, seed, deadline).improve(small.starts())
     starts = {span.work: span.start_ms for span in small.best.timeline.spans}
     return unrolled(small.best.schedule, starts, problem.plan.microbatches)
-
-
-def _halves_cost(problem: Problem) -> bool:
-    """Apart they take longer than whole."""
-    costs = problem.costs
-    halves = zip(costs.input_grad_ms, costs.weight_grad_ms, strict=True)
-    return any(i + w > whole * (1 + _PROVEN) for (i, w), whole in zip(halves, costs.backward_ms, strict=True))
-
-
-def _join(pool: _Pool, start: Candidate, seed: int, deadline: float) -> None:
-    """Put halves together in the best order, and in the one that was the best before the search."""
-    starts = list(dict.fromkeys((pool.best.schedule, start.schedule)))
-    found = put_together(starts, lambda order: pool.step_ms(order)[0], seed=seed, deadline=deadline)
-    pool.offer("search", found)
 
 
 def _solve_exactly(pool: _Pool, seed: int, deadline: float) -> None:

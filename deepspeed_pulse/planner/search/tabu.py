@@ -6,15 +6,19 @@ two differences: microbatches of a stage keep their order, and a rank's stash mu
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
-from deepspeed_pulse.ir.schedule import Op
+from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.search.net import Net, Rows
-from deepspeed_pulse.planner.search.paths import Move, Paths
+from deepspeed_pulse.planner.search.paths import Exchange, Move, Paths
 
 _EPSILON = 1e-9
+
+_EXCHANGES = 8
+"""Backwards that a step tries to make whole or to take apart: an estimate spans all from one half to the other."""
 
 
 class Search:
@@ -23,7 +27,7 @@ class Search:
     def __init__(self, net: Net, cap: Cap | None, rows: Rows, *, seed: int, target_ms: float) -> None:
         self.net, self.target_ms = net, target_ms
         self.random = random.Random(seed)
-        sign = {Op.FORWARD: 1.0, net.ops[-1]: -1.0}
+        sign = {Op.FORWARD: 1.0, Op.BACKWARD: -1.0, Op.WEIGHT_GRAD: -1.0}
         self.change = [sign.get(a.op, 0.0) * cap.weights[a.stage] if cap else 0.0 for a in net.actions]
         """What a node adds to its rank's stash (at its start) or takes from it (at its end)."""
         self.limits = list(cap.limits) if cap else [float("inf")] * net.problem.num_ranks
@@ -81,7 +85,7 @@ class Search:
         return fallback is not None and self.random.random() < 0.5 and self._apply(fallback)
 
     def _blocks(self) -> list[tuple[int, int, int]]:
-        """(rank, first, last) positions of the blocks of one critical path."""
+        """(rank, first, last) positions of the blocks of one critical path; a block may be one node."""
         paths, duration, after = self.paths, self.net.duration, self.net.after
         end, reach, following, critical = paths.end, paths.reach, paths.following, paths.span - _EPSILON
         node = self.random.choice([row[0] for row in self.rows if row and reach[row[0]] >= critical])
@@ -106,22 +110,53 @@ class Search:
         first = 0
         for at in range(1, len(path) + 1):
             if at == len(path) or machine[path[at]] != machine[path[first]]:
-                if at - first > 1 and position[path[first]] >= 0:
+                if position[path[first]] >= 0:
                     blocks.append((machine[path[first]], position[path[first]], position[path[at - 1]]))
                 first = at
         return blocks
 
-    def _moves(self) -> list[Move]:
-        """Inserts of block members right after the block's last or before its first, and swaps at its ends."""
-        moves = []
-        for rank, first, last in self._blocks():
+    def _moves(self) -> list[Move | Exchange]:
+        """Inserts of block members right after the block's last or before its first, and swaps at its ends.
+
+        And exchanges of some of its backwards and halves, where both may be.
+        """
+        moves: list[Move | Exchange] = []
+        blocks = self._blocks()
+        for rank, first, last in blocks:
+            if first == last:
+                continue
             wanted = {(first, first + 1), (last, last - 1)}
             wanted |= {(at, last) for at in range(max(first, last - 12), last)}
             wanted |= {(at, first) for at in range(first + 1, min(last, first + 12) + 1)}
             wanted |= {(first, at) for at in range(first + 1, min(last, first + 6))}
             wanted |= {(last, at) for at in range(max(first, last - 6) + 1, last)}
             moves += [Move(rank, a, b) for a, b in sorted(wanted) if self._allowed(rank, a, b)]
+        if self.net.both:
+            moves += self._exchanges(blocks)
         return moves
+
+    def _exchanges(self, blocks: list[tuple[int, int, int]]) -> list[Exchange]:
+        actions, rows = self.net.actions, self.rows
+        found = {
+            (rank, actions[rows[rank][at]]._replace(op=Op.BACKWARD))
+            for rank, first, last in blocks
+            for at in range(first, last + 1)
+            if actions[rows[rank][at]].op not in FORWARDS
+        }
+        drawn = self.random.sample(sorted(found, key=str), min(_EXCHANGES, len(found)))
+        return [self._exchange(rank, whole) for rank, whole in drawn]
+
+    def _exchange(self, rank: int, whole: Action) -> Exchange:
+        """Halves for a backward that is whole, or else the other way."""
+        index, position, row = self.net.index, self.paths.position, self.rows[rank]
+        node, early, late = (index[whole._replace(op=op)] for op in (Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD))
+        at = position[node]
+        if at < 0:
+            first, last = position[early], position[late]
+            return Exchange(rank, first, last, (node, *row[first + 1 : last]))
+        before = [position[late - back] for back in range(1, whole.microbatch + 1)]  # they stay in order
+        last = max([at, *before])
+        return Exchange(rank, at, last, (early, *row[at + 1 : last + 1], late))
 
     def _allowed(self, rank: int, source: int, target: int) -> bool:
         """Column order, no cycle, and the stash within its limit."""
@@ -157,14 +192,20 @@ class Search:
                 return False
         return True
 
-    def _estimate(self, move: Move) -> float:
+    def _estimate(self, move: Move | Exchange) -> float:
         """Longest path through the nodes that shift, with what comes before and after the others as it is."""
         net, end, reach, row = self.net, self.paths.end, self.paths.reach, self.rows[move.rank]
-        low, high = min(move.source, move.target), max(move.source, move.target)
-        segment = row[low : high + 1]
-        segment.insert(move.target - low, segment.pop(move.source - low))
-        time = end[row[low - 1]] if low else 0.0
         ends: dict[int, float] = {}
+        reaches: dict[int, float] = {}
+        if isinstance(move, Exchange):
+            low, high, segment = move.first, move.last, list(move.nodes)
+            gone = set(row[low : high + 1]).difference(segment)
+            ends, reaches = dict.fromkeys(gone, -math.inf), dict.fromkeys(gone, -math.inf)
+        else:
+            low, high = min(move.source, move.target), max(move.source, move.target)
+            segment = row[low : high + 1]
+            segment.insert(move.target - low, segment.pop(move.source - low))
+        time = end[row[low - 1]] if low else 0.0
         for node in segment:
             for other, gap in net.before[node]:
                 arrival = ends.get(other, end[other]) + gap
@@ -173,7 +214,6 @@ class Search:
             time += net.duration[node]
             ends[node] = time
         longest, rest = 0.0, reach[row[high + 1]] if high + 1 < len(row) else 0.0
-        reaches: dict[int, float] = {}
         for node in reversed(segment):
             if net.finish[node] > rest:
                 rest = net.finish[node]
@@ -187,24 +227,35 @@ class Search:
             reaches[node] = rest
         return longest
 
-    def _is_tabu(self, move: Move) -> bool:
+    def _is_tabu(self, move: Move | Exchange) -> bool:
         row, tabu, step = self.rows[move.rank], self.tabu, self.step
+        if isinstance(move, Exchange):
+            return any(tabu.get((node, node), 0) > step for node in move.nodes)
         node = row[move.source]
         if move.source < move.target:
             return any(tabu.get((row[at], node), 0) > step for at in range(move.source + 1, move.target + 1))
         return any(tabu.get((node, row[at]), 0) > step for at in range(move.target, move.source))
 
-    def _apply(self, move: Move) -> bool:
+    def _apply(self, move: Move | Exchange) -> bool:
         row = self.rows[move.rank]
+        if isinstance(move, Exchange):
+            gone = set(row[move.first : move.last + 1]).difference(move.nodes)
+            self.paths.exchange(move)
+            self.tabu.update({(node, node): self._until(row) for node in gone})
+            return True
         node = row[move.source]
         if not self.paths.move(move):
             return False
-        until = self.step + self.random.randint(10, 20) + len(row) // 16
+        until = self._until(row)
         if move.source < move.target:
             self.tabu.update({(node, row[at]): until for at in range(move.source, move.target)})
         else:
             self.tabu.update({(row[at], node): until for at in range(move.target + 1, move.source + 1)})
         return True
+
+    def _until(self, row: list[int]) -> int:
+        """The step at which what was done may be undone."""
+        return self.step + self.random.randint(10, 20) + len(row) // 16
 
     def _shake(self, count: int) -> None:
         """Random moves of the critical path's blocks, or anywhere when there are none."""

@@ -61,7 +61,7 @@ def stash_rows(model: OrderModel, paths: Paths, change: Sequence[float], limits:
 
 def windows(paths: Paths) -> list[list[int]]:
     """Spans of time, each with about as many open pairs as HiGHS handles, overlapping by half."""
-    starts = sorted(range(paths.net.num_actions), key=lambda node: (paths.start(node), node))
+    starts = sorted((node for row in paths.rows for node in row), key=lambda node: (paths.start(node), node))
     found, first = [], 0
     while first < len(starts):
         size, pairs, ranks = 0, 0, [0] * paths.net.problem.num_ranks
