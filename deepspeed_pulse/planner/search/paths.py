@@ -19,15 +19,17 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Of a rank's row: what stands from ``first`` to ``last`` makes room for ``nodes``.
+    """Of a rank's row: a backward makes room for its halves, or they for it.
 
-    A backward's halves make room for it, or it for its halves; the others there stay, in their order.
+    ``nodes`` then stand where ``first`` to ``last`` were; ``gone`` no longer stands there, ``come`` newly does.
     """
 
     rank: int
     first: int
     last: int
     nodes: tuple[int, ...]
+    gone: tuple[int, ...]
+    come: tuple[int, ...]
 
 
 class Paths:

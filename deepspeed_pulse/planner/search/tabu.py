@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op
 from deepspeed_pulse.planner.schedules.listing import Cap
@@ -144,7 +145,13 @@ class Search:
             if actions[rows[rank][at]].op not in FORWARDS
         }
         drawn = self.random.sample(sorted(found, key=str), min(_EXCHANGES, len(found)))
-        return [self._exchange(rank, whole) for rank, whole in drawn]
+        exchanges = [self._exchange(rank, whole) for rank, whole in drawn]
+        return [one for one in exchanges if not self.capped or self._is_held(one)]
+
+    def _is_held(self, exchange: Exchange) -> bool:
+        """Halves may keep a stash for longer, where those of earlier microbatches come first."""
+        later = len(exchange.come) > 1 and exchange.last > exchange.first
+        return not later or self._within_limit(exchange.rank, exchange.first, exchange.nodes)
 
     def _exchange(self, rank: int, whole: Action) -> Exchange:
         """Halves for a backward that is whole, or else the other way."""
@@ -153,10 +160,10 @@ class Search:
         at = position[node]
         if at < 0:
             first, last = position[early], position[late]
-            return Exchange(rank, first, last, (node, *row[first + 1 : last]))
+            return Exchange(rank, first, last, (node, *row[first + 1 : last]), (early, late), (node,))
         before = [position[late - back] for back in range(1, whole.microbatch + 1)]  # they stay in order
         last = max([at, *before])
-        return Exchange(rank, at, last, (early, *row[at + 1 : last + 1], late))
+        return Exchange(rank, at, last, (early, *row[at + 1 : last + 1], late), (node,), (early, late))
 
     def _allowed(self, rank: int, source: int, target: int) -> bool:
         """Column order, no cycle, and the stash within its limit."""
@@ -178,14 +185,19 @@ class Search:
         return not self.capped or self._fits(rank, source, target)
 
     def _fits(self, rank: int, source: int, target: int) -> bool:
-        row, change, limit = self.rows[rank], self.change, self.limits[rank]
+        row = self.rows[rank]
         node = row[source]
-        if (change[node] >= 0.0) == (source < target):
+        if (self.change[node] >= 0.0) == (source < target):
             return True
         low, high = min(source, target), max(source, target)
-        live = sum([change[n] for n in row[:low]])
         segment = [n for n in row[low : high + 1] if n != node]
         segment.insert(target - low, node)
+        return self._within_limit(rank, low, segment)
+
+    def _within_limit(self, rank: int, low: int, segment: Sequence[int]) -> bool:
+        """The stash, while these run from a position on."""
+        change, limit = self.change, self.limits[rank]
+        live = sum([change[n] for n in self.rows[rank][:low]])
         for n in segment:
             live += change[n]
             if live > limit:
@@ -199,8 +211,8 @@ class Search:
         reaches: dict[int, float] = {}
         if isinstance(move, Exchange):
             low, high, segment = move.first, move.last, list(move.nodes)
-            gone = set(row[low : high + 1]).difference(segment)
-            ends, reaches = dict.fromkeys(gone, -math.inf), dict.fromkeys(gone, -math.inf)
+            ends, reaches = dict.fromkeys(move.gone, -math.inf), dict.fromkeys(move.gone, -math.inf)
+            reaches |= self._messages_from(move)
         else:
             low, high = min(move.source, move.target), max(move.source, move.target)
             segment = row[low : high + 1]
@@ -227,10 +239,16 @@ class Search:
             reaches[node] = rest
         return longest
 
+    def _messages_from(self, exchange: Exchange) -> dict[int, float]:
+        """``reach`` of the messages of what comes: that of the same messages of what goes."""
+        nodes, reach = self.net.message_nodes, self.paths.reach
+        old, new = ([sent for node in part for sent in nodes.get(node, ())] for part in (exchange.gone, exchange.come))
+        return {there: reach[here] for here, there in zip(old, new, strict=True)}
+
     def _is_tabu(self, move: Move | Exchange) -> bool:
         row, tabu, step = self.rows[move.rank], self.tabu, self.step
         if isinstance(move, Exchange):
-            return any(tabu.get((node, node), 0) > step for node in move.nodes)
+            return any(tabu.get((node, node), 0) > step for node in move.come)
         node = row[move.source]
         if move.source < move.target:
             return any(tabu.get((row[at], node), 0) > step for at in range(move.source + 1, move.target + 1))
@@ -239,9 +257,8 @@ class Search:
     def _apply(self, move: Move | Exchange) -> bool:
         row = self.rows[move.rank]
         if isinstance(move, Exchange):
-            gone = set(row[move.first : move.last + 1]).difference(move.nodes)
             self.paths.exchange(move)
-            self.tabu.update({(node, node): self._until(row) for node in gone})
+            self.tabu.update({(node, node): self._until(row) for node in move.gone})
             return True
         node = row[move.source]
         if not self.paths.move(move):
