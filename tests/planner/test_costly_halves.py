@@ -19,6 +19,7 @@ from deepspeed_pulse.planner.problem import Problem
 from deepspeed_pulse.planner.schedules.halves import joined
 from deepspeed_pulse.planner.schedules.heuristics import count_cap
 from deepspeed_pulse.planner.schedules.listing import list_schedule
+from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Move, Paths
 from deepspeed_pulse.planner.search.tabu import Search
@@ -102,3 +103,20 @@ def test_a_search_with_both_keeps_the_cap_and_knows_its_makespan(problem, room):
     assert figures.makespan_ms <= run(problem, start).makespan_ms * (1 + 1e-9)
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRAD: -1}
     assert all(max(accumulate(change.get(a.op, 0) for a in row)) <= held + room for row in found)
+
+
+@pytest.mark.parametrize(
+    "few",
+    [
+        "0F0 0B0 0F1 0I1 0W1 0F2 0B2 0F3 0I3 0W3 0F4 0B4 0F5 0I5 0W5",
+        "0F0 0F1 0F2 0F3 0F4 0I0 0W0 0B1 0F5 0B2 0B3 0B4 0B5",  # one of each op in a row is no period
+    ],
+)
+def test_an_order_of_both_that_is_unrolled_has_each_backward_once(few):
+    (row,) = order = rows(few)
+    found = unrolled(order, {action: float(at) for at, action in enumerate(row)}, 11)
+    assert found
+    for (longer,) in found:
+        ops = [{a.op for a in longer if a.microbatch == m} for m in range(11)]
+        assert len(longer) == sum(map(len, ops))
+        assert all(one in ({Op.FORWARD, Op.BACKWARD}, {Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD}) for one in ops)

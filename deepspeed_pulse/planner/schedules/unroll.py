@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from deepspeed_pulse.ir.schedule import Action, Schedule
+from deepspeed_pulse.ir.schedule import Action, Op, Schedule
 
 _PERIODS = (1, 2, 3, 4)
 _CUTS = 12
+
+Column = tuple[int, Op]
+"""A stage, and a forward or a half of a backward."""
 
 
 def unrolled(order: Schedule, starts: dict[Action, float], microbatches: int) -> list[Schedule]:
@@ -31,23 +34,49 @@ def unrolled(order: Schedule, starts: dict[Action, float], microbatches: int) ->
 def _repeated(
     row: tuple[Action, ...], starts: dict[Action, float], time: float, periods: int, microbatches: int
 ) -> list[Action]:
-    """The row with its first window from ``time`` on repeated; empty when no window is a whole number of periods."""
-    columns = {(a.stage, a.op) for a in row}
-    length, known = periods * len(columns), len(row) // len(columns)
+    """The row with its first window from ``time`` on repeated; empty when no window is a whole number of periods.
+
+    Also where what it has whole and in halves does not repeat: some would be missing then.
+    """
+    columns = {column for a in row for column in _columns(a)}
+    known = sum(len(_columns(a)) for a in row) // len(columns)
     earliest = sum(starts[a] < time for a in row)
-    for first in range(earliest, min(earliest + length, len(row) - length + 1)):
-        window = row[first : first + length]
-        counts = Counter((a.stage, a.op) for a in window)
-        if all(counts[column] == periods for column in columns):
-            break
-    else:
+    found = _window(row, earliest, columns, periods)
+    if found is None:
         return []
+    first, last = found
     repeats = -(-(microbatches - known) // periods)
-    longer = list(row[: first + len(window)])
+    longer = list(row[:last])
     for number in range(1, repeats + 1):
-        longer += [_later(a, number * periods) for a in window]
-    longer += [_later(a, repeats * periods) for a in row[first + len(window) :]]
-    return [a for a in longer if a.microbatch < microbatches]
+        longer += [_later(a, number * periods) for a in row[first:last]]
+    longer += [_later(a, repeats * periods) for a in row[last:]]
+    longer = [a for a in longer if a.microbatch < microbatches]
+    parts = [(column, a.microbatch) for a in longer for column in _columns(a)]
+    return longer if len(parts) == len(set(parts)) == len(columns) * microbatches else []
+
+
+def _window(row: tuple[Action, ...], earliest: int, columns: set[Column], periods: int) -> tuple[int, int] | None:
+    """Where the first window begins and ends that has every column so often; looked for as far as one is long."""
+    size, passed = periods * len(columns), 0
+    for first in range(earliest, len(row)):
+        counts: Counter[Column] = Counter()
+        last, found = first, 0
+        while last < len(row) and found < size:
+            counts.update(_columns(row[last]))
+            found += len(_columns(row[last]))
+            last += 1
+        if passed >= size or found < size:
+            return None
+        if all(counts[column] == periods for column in columns):
+            return first, last
+        passed += len(_columns(row[first]))
+    return None
+
+
+def _columns(action: Action) -> list[Column]:
+    """A whole backward is both halves, so that an order may have some of a stage's whole."""
+    ops = (Op.INPUT_GRAD, Op.WEIGHT_GRAD) if action.op is Op.BACKWARD else (action.op,)
+    return [(action.stage, op) for op in ops]
 
 
 def _later(action: Action, microbatches: int) -> Action:
