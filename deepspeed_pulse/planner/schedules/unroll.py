@@ -56,20 +56,19 @@ def _repeated(
 
 
 def _window(row: tuple[Action, ...], earliest: int, columns: set[Column], periods: int) -> tuple[int, int] | None:
-    """Where the first window begins and ends that has every column so often; looked for as far as one is long."""
-    size, passed = periods * len(columns), 0
-    for first in range(earliest, len(row)):
+    """Where the first window begins and ends that has every column so often; looked for as far as one may be long."""
+    size, longest = periods * len(columns), periods * len({(a.stage, a.op) for a in row})
+    for first in range(earliest, min(earliest + longest, len(row))):
         counts: Counter[Column] = Counter()
         last, found = first, 0
         while last < len(row) and found < size:
             counts.update(_columns(row[last]))
             found += len(_columns(row[last]))
             last += 1
-        if passed >= size or found < size:
+        if found < size:
             return None
         if all(counts[column] == periods for column in columns):
             return first, last
-        passed += len(_columns(row[first]))
     return None
 
 
