@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import assert_sound, problems
 from toys import cluster, costly, plan, random_profile, rows, uniform
@@ -23,6 +23,7 @@ from deepspeed_pulse.planner.schedules.unroll import unrolled
 from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Move, Paths
 from deepspeed_pulse.planner.search.tabu import Search
+from deepspeed_pulse.planner.search.windows import reordered, windows
 from deepspeed_pulse.planner.simulator import run
 
 
@@ -41,7 +42,7 @@ def planned(costs, ranks, microbatches, seconds):
 def test_a_search_takes_some_backwards_whole_and_some_in_halves(ranks, microbatches, best):
     """Putting halves together after a search of halves alone ends at 25.6 and 40.8."""
     costs = costly(uniform(2 * ranks), 1.15)
-    (quick, _), (found, ops) = (planned(costs, ranks, microbatches, seconds) for seconds in (0, 5))
+    (quick, _), (found, ops) = (planned(costs, ranks, microbatches, seconds) for seconds in (0, 2))
     assert found.estimate.step_ms <= best * (1 + 1e-9) < quick.estimate.step_ms
     assert ops[Op.BACKWARD] and ops[Op.WEIGHT_GRAD]
 
@@ -103,6 +104,20 @@ def test_a_search_with_both_keeps_the_cap_and_knows_its_makespan(problem, room):
     assert figures.makespan_ms <= run(problem, start).makespan_ms * (1 + 1e-9)
     change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRAD: -1}
     assert all(max(accumulate(change.get(a.op, 0) for a in row)) <= held + room for row in found)
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(max_ranks=3, max_microbatches=4))
+def test_windows_of_an_order_of_both_leave_it_sound(problem):
+    problem, microbatches = with_costly_halves(problem), problem.plan.microbatches
+    net = Net(problem, microbatches, split=True)
+    assume(not net.queues)
+    search = Search(net, None, net.rows(list_schedule(problem, microbatches, split=True)), seed=0, target_ms=0.0)
+    search.run(30, float("inf"))
+    for window in windows(Paths(net, search.best_rows)):
+        found = reordered(net, search.best_rows, window, search.change, search.limits, seconds=60)
+        if found is not None:
+            assert assert_sound(problem, net.schedule(found)).makespan_ms < search.best_ms
 
 
 @pytest.mark.parametrize(
