@@ -120,10 +120,39 @@ class Paths:
 
     def exchange(self, exchange: Exchange) -> None:
         """Apply one. It leads to no deadlock: a half's backward waits for what it waits for, and others for both."""
-        self.rows[exchange.rank][exchange.first : exchange.last + 1] = exchange.nodes
-        found = self.net.chained(self.rows)
-        assert found is not None, "the order deadlocks"
-        self._load(*found)
+        row = self.rows[exchange.rank]
+        row[exchange.first : exchange.last + 1] = exchange.nodes
+        if self.net.queues:
+            found = self.net.chained(self.rows)
+            assert found is not None, "the order deadlocks"
+            self._load(*found)
+            return
+        low, high = self._swap(exchange, row)
+        for at, node in enumerate(self.order[low:], low):
+            self.place[node] = at
+        for node in exchange.gone:
+            self.position[node] = -1
+            self.end[node] = self.reach[node] = -math.inf
+        for at, node in enumerate(row):
+            self.position[node] = at
+            self.previous[node] = row[at - 1] if at else -1
+            self.following[node] = row[at + 1] if at + 1 < len(row) else -1
+        self._forward(low)
+        self._backward(high)
+
+    def _swap(self, exchange: Exchange, row: list[int]) -> tuple[int, int]:
+        """What comes for what goes in the order of all; where ends change from, and up to where what follows does."""
+        low = self.place[exchange.gone[0]]
+        self.order[low] = exchange.come[0]
+        self.place[exchange.come[0]] = low
+        if len(exchange.gone) > 1:
+            high = self.place[exchange.gone[1]]
+            del self.order[high]
+            return low, high
+        before = row[row.index(exchange.come[1]) - 1]
+        high = self.place[before] + 1
+        self.order.insert(high, exchange.come[1])
+        return low, high + 1
 
     def _shift(self, move: Move) -> None:
         row = self.rows[move.rank]
