@@ -133,10 +133,7 @@ class Paths:
         for node in exchange.gone:
             self.position[node] = -1
             self.end[node] = self.reach[node] = -math.inf
-        for at, node in enumerate(row):
-            self.position[node] = at
-            self.previous[node] = row[at - 1] if at else -1
-            self.following[node] = row[at + 1] if at + 1 < len(row) else -1
+        self._link(row, exchange.first, len(row) - 1)
         self._forward(low)
         self._backward(high)
 
@@ -157,7 +154,10 @@ class Paths:
     def _shift(self, move: Move) -> None:
         row = self.rows[move.rank]
         row.insert(move.target, row.pop(move.source))
-        low, high = sorted((move.source, move.target))
+        self._link(row, *sorted((move.source, move.target)))
+
+    def _link(self, row: list[int], low: int, high: int) -> None:
+        """Tell the nodes at ``low`` to ``high`` and those beside them where they stand now."""
         last = row[low - 1] if low else -1
         for at in range(low, high + 1):
             node = row[at]
