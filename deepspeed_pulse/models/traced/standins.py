@@ -141,5 +141,14 @@ def _is_own_text() -> bool:
 
 
 def _caches() -> list[Any]:
+    """All of this process; those of modules that were imported before ``gc.freeze()`` are listed only while thawed."""
     kind = type(functools.lru_cache(lambda: None))
-    return [one for one in gc.get_objects() if type(one) is kind]
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.collect(1)  # else it would be kept from now on
+        gc.unfreeze()
+    try:
+        return [one for one in gc.get_objects() if type(one) is kind]
+    finally:
+        if frozen:
+            gc.freeze()

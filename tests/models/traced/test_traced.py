@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +445,34 @@ def test_what_a_block_reads_of_the_model_around_it():
     assert_equal(model, to_layers(model, example_batch=odd_batch()), odd_batch(), odd_batch(5))
     with pytest.raises(GraphError, match=r"calls block, which can read condition, and code between blocks has set"):
         to_layers(Tells(tells=True), example_batch=odd_batch())
+
+
+@lru_cache
+def table(rows: int, columns: int) -> Tensor:
+    return torch.linspace(0, 1, rows * columns).view(rows, columns)
+
+
+class LooksUp(nn.Module):
+    """Adds a table of the sizes it meets, which is made once for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + table(x.shape[0], x.shape[1])
+
+
+def test_what_a_trace_puts_into_a_cache_of_sizes_is_thrown_out():
+    """Also where the program has frozen what it imported, so that the collector does not list the cache."""
+    gc.freeze()
+    model = LooksUp()
+    layers = to_layers(model, example_batch=odd_batch())
+    assert table.cache_info().currsize == 0
+    assert gc.get_freeze_count()
+    assert_equal(model, layers, odd_batch())
 
 
 def test_what_an_earlier_forward_has_left_is_a_cache():
