@@ -145,7 +145,7 @@ def _caches() -> list[Any]:
     kind = type(functools.lru_cache(lambda: None))
     frozen = gc.get_freeze_count()
     if frozen:
-        gc.collect(1)  # else it would be kept from now on
+        gc.collect()  # else garbage would be kept from now on
         gc.unfreeze()
     try:
         return [one for one in gc.get_objects() if type(one) is kind]

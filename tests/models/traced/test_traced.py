@@ -467,11 +467,14 @@ class LooksUp(nn.Module):
 
 def test_what_a_trace_puts_into_a_cache_of_sizes_is_thrown_out():
     """Also where the program has frozen what it imported, so that the collector does not list the cache."""
-    gc.freeze()
     model = LooksUp()
-    layers = to_layers(model, example_batch=odd_batch())
+    gc.freeze()
+    try:
+        layers = to_layers(model, example_batch=odd_batch())
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
     assert table.cache_info().currsize == 0
-    assert gc.get_freeze_count()
     assert_equal(model, layers, odd_batch())
 
 
