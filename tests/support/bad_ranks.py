@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from support.nested import nested_batch, scalar_layers
-from support.parity import measure_links_once, share_groups, topology
+from support.parity import measure_links_once, plan_once, share_groups, topology
 from support.patched import Patch
 from support.toy import WIDTH, DownTime, loss_fn, toy_batch, toy_layers
 from torch import nn
@@ -89,6 +89,7 @@ def run_cases(cases: dict[str, Case]) -> None:
     torch.set_num_threads(1)
     share_groups()
     measure_links_once()
+    plan_once()
     for name, act in cases.items():
         found: Exception | None = None
         try:
