@@ -99,15 +99,15 @@ def symbolic(mode: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torc
 def sizes_can_be_keys() -> Iterator[None]:
     """While a size may be looked up in a dict or a cache, which fixes it; what caches took in is thrown out again."""
     unhashable = torch.SymInt.__hash__
-    caches = {id(one): one.cache_info().misses for one in _caches()}
-    torch.SymInt.__hash__ = lambda size: hash(size.node.guard_int("", 0))  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.SymInt.__hash__ = unhashable  # type: ignore[method-assign]
-        for one in _caches():
-            if one.cache_info().misses != caches.get(id(one), 0):
-                one.cache_clear()
+    with _caches_of_before() as before:
+        torch.SymInt.__hash__ = lambda size: hash(size.node.guard_int("", 0))  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.SymInt.__hash__ = unhashable  # type: ignore[method-assign]
+            for one, misses in (*before, *((one, 0) for one in _listed_caches())):
+                if one.cache_info().misses != misses:
+                    one.cache_clear()
 
 
 @contextmanager
@@ -140,15 +140,28 @@ def _is_own_text() -> bool:
     return frame is None or frame.f_code.co_filename.startswith((TORCH_FOLDER, HERE))
 
 
-def _caches() -> list[Any]:
-    """All of this process; those of modules that were imported before ``gc.freeze()`` are listed only while thawed."""
-    kind = type(functools.lru_cache(lambda: None))
+@contextmanager
+def _caches_of_before() -> Iterator[list[tuple[Any, int]]]:
+    """All caches of this process, and how often each has missed; inside, only those made since are listed.
+
+    So all that is here is frozen inside. Where the program has frozen what it imported, it is thawed to be listed.
+    """
     frozen = gc.get_freeze_count()
     if frozen:
         gc.collect()  # else garbage would be kept from now on
         gc.unfreeze()
     try:
-        return [one for one in gc.get_objects() if type(one) is kind]
+        found = [(one, one.cache_info().misses) for one in _listed_caches()]
     finally:
-        if frozen:
-            gc.freeze()
+        gc.freeze()
+    try:
+        yield found
+    finally:
+        if not frozen:
+            gc.unfreeze()
+
+
+def _listed_caches() -> list[Any]:
+    """Those that are not frozen."""
+    kind = type(functools.lru_cache(lambda: None))
+    return [one for one in gc.get_objects() if type(one) is kind]

@@ -465,17 +465,36 @@ class LooksUp(nn.Module):
         return x + table(x.shape[0], x.shape[1])
 
 
-def test_what_a_trace_puts_into_a_cache_of_sizes_is_thrown_out():
+made_late: list[Any] = []
+
+
+class MakesItsCache(LooksUp):
+    """When it runs for the first time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not made_late:
+            made_late.append(lru_cache(table.__wrapped__))
+        for block in self.blocks:
+            x = block(x)
+        return x + made_late[0](x.shape[0], x.shape[1])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_trace_puts_into_a_cache_of_sizes_is_thrown_out(frozen):
     """Also where the program has frozen what it imported, so that the collector does not list the cache."""
-    model = LooksUp()
-    gc.freeze()
-    try:
-        layers = to_layers(model, example_batch=odd_batch())
-        assert gc.get_freeze_count()
-    finally:
-        gc.unfreeze()
-    assert table.cache_info().currsize == 0
-    assert_equal(model, layers, odd_batch())
+    made_late.clear()
+    for model in (LooksUp(), MakesItsCache()):
+        if frozen:
+            gc.freeze()
+        try:
+            layers = to_layers(model, example_batch=odd_batch())
+            assert bool(gc.get_freeze_count()) is frozen
+        finally:
+            gc.unfreeze()
+        assert [cache.cache_info().currsize for cache in (table, *made_late)] == [0] * (1 + len(made_late))
+        assert_equal(model, layers, odd_batch())
+        table.cache_clear()
+    assert made_late
 
 
 def test_what_an_earlier_forward_has_left_is_a_cache():
