@@ -43,6 +43,7 @@ def test_what_is_chosen_trains_as_the_unpartitioned_model_and_can_be_pinned(tmp_
 
 @pytest.mark.timeout(300)
 def test_the_example_trains_with_nothing_else_set(tmp_path: Path) -> None:
+    """But for how long orders are searched, which is 30 s by default."""
     folder = ROOT / "examples" / "unet"
     config = json.loads((folder / "ds_config_auto.json").read_text())
     assert [config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")] == ["auto"] * 2

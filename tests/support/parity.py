@@ -60,7 +60,10 @@ def measure_links_once() -> None:
 
 
 def plan_once() -> None:
-    """The same job is planned once in a launch: up to a second for each other time, with several backbones."""
+    """The same job is planned once in a launch: up to a second for each other time, with several backbones.
+
+    Not where cases change the planner itself.
+    """
     from deepspeed_pulse import planner
 
     found: dict[str, Any] = {}
