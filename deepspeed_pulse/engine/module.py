@@ -25,7 +25,7 @@ from deepspeed_pulse.engine.relay.forward import RelayStage, explicit_parts, rel
 from deepspeed_pulse.engine.relay.tuples import Headers
 from deepspeed_pulse.engine.sharing.shared import adopt_tied_calls, build_tied, tie_all_parameters
 from deepspeed_pulse.engine.sharing.unseen import check_builds
-from deepspeed_pulse.engine.specs import unwrap
+from deepspeed_pulse.engine.specs import in_a_row, unwrap
 from deepspeed_pulse.engine.starting.kernels import skip_inference_kernel
 from deepspeed_pulse.engine.starting.late import plan_own_cuts, take_late_block
 from deepspeed_pulse.engine.starting.setting_up import set_up, watched_start
@@ -286,12 +286,12 @@ class PipelineModule(upstream.PipelineModule):
     def _build_layers(self) -> None:
         if self.plan is None:
             self._local_layers = list(range(self._local_start, self._local_stop))
-            super()._build()
+            self._build_in_bounds()
         else:
             for stage in self.plan.stages_of(self.stage_id):
                 self._set_bounds(start=self.plan.boundaries[stage], stop=self.plan.boundaries[stage + 1])
                 build_tied(self, range(self._local_start, self._local_stop))
-                super()._build()
+                self._build_in_bounds()
             self._set_bounds(start=0, stop=len(self.forward_funcs))
         adopt_tied_calls(self.forward_funcs, self.tied_modules)
         if self.pulse is not None:
@@ -308,6 +308,10 @@ class PipelineModule(upstream.PipelineModule):
         if self.plan is not None and not any(p.requires_grad for p in self.parameters()):
             # Optimizers refuse an empty parameter list; a rank of frozen layers still takes part.
             add_placeholder(self)
+
+    def _build_in_bounds(self) -> None:
+        with in_a_row(self.layer_list[self._local_start : self._local_stop]):
+            super()._build()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,10 @@ class LayerSpec(upstream.LayerSpec):
         super().__init__(_module_class(typename), *module_args, **module_kwargs)
         self.stash, self.pop, self.layer_name = _names(stash), _names(pop), _name(layer_name)
 
+    def coming(self) -> AbstractContextManager[None]:
+        """Meanwhile it is built, behind those that came before it. For a layer that shares work with the next ones."""
+        return nullcontext()
+
 
 class TiedLayerSpec(upstream.TiedLayerSpec):
     """DeepSpeed's ``TiedLayerSpec`` with ``stash``, ``pop`` and ``layer_name``.
@@ -108,6 +113,16 @@ def spec(
 def unwrap(layer: Any) -> Any:
     """What upstream's ``PipelineModule`` is given for a layer of the list."""
     return layer.layer if isinstance(layer, Declared) else layer
+
+
+@contextmanager
+def in_a_row(layers: Iterable[Any]) -> Iterator[None]:
+    """Meanwhile these layers of the list are built, one after the other."""
+    with ExitStack() as stack:
+        for bare in map(unwrap, layers):
+            if isinstance(bare, LayerSpec):
+                stack.enter_context(bare.coming())
+        yield
 
 
 def describe(index: int, layer: Any) -> Layer:

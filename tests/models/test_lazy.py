@@ -43,7 +43,7 @@ from torch import nn
 from deepspeed_pulse.engine.measure.layers import measure_layers
 from deepspeed_pulse.engine.measure.probe import LayerInputs
 from deepspeed_pulse.engine.plans.costs import parameter_counts
-from deepspeed_pulse.engine.specs import describe, spec
+from deepspeed_pulse.engine.specs import describe, in_a_row, spec
 from deepspeed_pulse.errors import ConfigError, FileError, GraphError
 from deepspeed_pulse.ir.graph import Graph
 from deepspeed_pulse.models import freeze, from_config, from_pretrained, to_layers
@@ -283,6 +283,30 @@ def test_what_a_parameter_gets_does_not_depend_on_the_others():
     assert torch.allclose(first @ first.T, torch.eye(8), atol=1e-5)
     assert together["second.bias"].min() >= 1.5
     assert together["early"].std() > 0.5
+
+
+def test_the_constructor_runs_once_for_several_layers_that_are_built_in_a_row(monkeypatch):
+    """They get what each gets alone, and little is held beside them; what was not built is not kept."""
+    layers = from_config({**config_of(small_unet()), "layers_per_block": 8})
+    alone = [layer.build().state_dict() for layer in layers]
+    model = sum(tensor.numel() for state in alone for tensor in state.values())
+    held, runs, construct = [], [], Skeleton._construct
+
+    def counted(self: Skeleton, keep: Any) -> Any:
+        runs.append(keep)
+        return construct(self, keep)
+
+    monkeypatch.setattr(Skeleton, "_construct", counted)
+    with in_a_row(layers[3:]):
+        for layer, expected in zip(layers[3:], alone[3:], strict=True):
+            assert_same_state(layer.build().state_dict(), expected)
+            held.append(sum(tensor.numel() for tensor in layer._skeleton._ahead.values()))
+        assert 1 < len(runs) < len(layers) / 2
+        assert 0 < max(held) <= model / 16 and held[-1] == 0
+    with in_a_row(layers):
+        layers[5].build()  # of another order: right, if slower
+        assert_same_state(layers[3].build().state_dict(), alone[3])
+    assert not layers[0]._skeleton._ahead and not layers[0]._skeleton._coming
 
 
 def test_a_config_is_a_dict_a_file_or_a_folder(saved, tmp_path):

@@ -34,6 +34,7 @@ from deepspeed_pulse.engine.measure.optimizer import Trained, optimizer_ms_per_g
 from deepspeed_pulse.engine.measure.probe import LayerInputs, reach
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.costs import PlanRequest, built, skips_of
+from deepspeed_pulse.engine.specs import in_a_row
 from deepspeed_pulse.errors import BatchError, PulseError, RunError, in_words
 from deepspeed_pulse.ir.backbones import value_name
 from deepspeed_pulse.ir.profile import Profile
@@ -129,9 +130,13 @@ def _measure_share(
     build = [partial(_built, layer, graph.layers[i].name, request) for i, layer in enumerate(request.layers)]
 
     def fitting(run: Callable[[LayerInputs], T], starts: Sequence[LayerInputs | None]) -> list[T | None]:
+        def one(start: LayerInputs) -> T:
+            with in_a_row(request.layers[i] for i in layers):
+                return run(start)
+
         if not may_be_too_large:
-            return [run(start) if start else None for start in starts]
-        return [_if_it_fits(partial(run, start)) if start else None for start in starts]
+            return [one(start) if start else None for start in starts]
+        return [_if_it_fits(partial(one, start)) if start else None for start in starts]
 
     found: list[Any] = [None]
     if rank:

@@ -13,6 +13,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,19 @@ class LazyLayer(LayerSpec):
         if torch.get_default_device().type == "meta":
             return built
         with torch.device("cpu"):
-            keys = {name: self._skeleton.key_of(t) for name, t in self.unit.state_dict(keep_vars=True).items()}
-            found = self._fill({key: self._skeleton.entries[key].dtype for key in keys.values() if key is not None})
-            values = {name: found[key] for name, key in keys.items() if key is not None}
-            built.load_state_dict(values, strict=False, assign=True)
+            keys = self._keys()
+            found = self._fill({key: self._skeleton.entries[key].dtype for key in keys.values()})
+            built.load_state_dict({name: found[key] for name, key in keys.items()}, strict=False, assign=True)
         return built
+
+    def coming(self) -> AbstractContextManager[None]:
+        """Meanwhile it is built, behind the layers that came before it: see :meth:`.Skeleton.coming`."""
+        return self._skeleton.coming(self._keys().values())
+
+    def _keys(self) -> dict[str, str]:
+        """The model's key of each entry of the unit's state dict, without those that were added to the model."""
+        keys = {name: self._skeleton.key_of(tensor) for name, tensor in self.unit.state_dict(keep_vars=True).items()}
+        return {name: key for name, key in keys.items() if key is not None}
 
     def __repr__(self) -> str:
         return f"{self.typename.__name__}({self.unit.extra_repr()})"
