@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.launch import launch
 
+from deepspeed_pulse.engine.gradients.buckets import buckets
 from deepspeed_pulse.engine.schedule import PulseSchedule
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan
@@ -24,6 +26,30 @@ def test_early_reduction_is_the_reduction_at_the_end() -> None:
     four = {"model": "toy", "P": 1, "M": 3, "clip": 0.1, "enabled": True}
     for _, output in launch("support.reduction_ranks:reduces", 4, [four], timeout=380):
         assert "PASSED" in output
+
+
+MIB = 2**20
+FULL = [
+    ([1] * 64, [16, 16, 16, 8, 4, 2, 1, 1]),
+    ([0.5] * 12, [3, 1.5, 1, 0.5]),
+    ([0.25] * 3, [0.5, 0.25]),
+    ([0.125] * 3, [0.375]),
+    ([20, 1, 1, 20, 3, 3], [20, 20, 5, 3]),
+    ([12, 12, 12], [24, 12]),
+    ([], []),
+]
+"""MiB of weights, in the order in which their gradients come, and of the buckets."""
+
+
+@pytest.mark.parametrize(("sizes", "expected"), FULL)
+def test_the_last_buckets_are_small_as_nothing_runs_beside_their_sums(
+    sizes: list[float], expected: list[float]
+) -> None:
+    weights = [torch.nn.Parameter(torch.empty(int(size * MIB / 4), device="meta")) for size in sizes]
+    found = list(buckets(weights))
+    assert [sum(weight.numel() * 4 for weight in bucket) / MIB for bucket in found] == expected
+    small = [id(weight) for weight, size in zip(weights, sizes, strict=True) if size < 16]
+    assert [id(weight) for bucket in found for weight in bucket if weight.numel() < 4 * MIB] == small, "in order"
 
 
 @pytest.mark.parametrize("rank", ORDER)

@@ -13,19 +13,27 @@ BUCKET_BYTES = 2**24
 are views of what was gathered from then on. Each sum wakes threads on every rank: a quarter of this size costs two
 ranks with a core each 2 % of a step of 0.3 s."""
 
+LAST_BYTES = 2**19
+"""A stage's last buckets are no smaller, where as much is left."""
+
 
 def buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Large parameters alone, smaller ones together; by sizes only, so that all replicas do the same."""
+    """Large parameters alone, smaller ones together; by sizes only, so that all replicas do the same.
+
+    A bucket is full once it is as large as what comes behind it: no backward runs beside the sum of a stage's last one.
+    """
+    in_order = [(parameter, parameter.numel() * parameter.element_size()) for parameter in parameters]
+    left = sum(num_bytes for _, num_bytes in in_order)
     gathered: list[torch.nn.Parameter] = []
     size = 0
-    for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
+    for parameter, num_bytes in in_order:
+        left -= num_bytes
         if num_bytes >= BUCKET_BYTES:
             yield [parameter]
             continue
         gathered.append(parameter)
         size += num_bytes
-        if size >= BUCKET_BYTES:
+        if size >= min(BUCKET_BYTES, max(LAST_BYTES, left)):
             yield gathered
             gathered, size = [], 0
     if gathered:
