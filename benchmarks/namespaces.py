@@ -36,6 +36,9 @@ BURST_BYTES = 32 * 1024
 MTU = 9000
 """Bytes of a packet, as clusters have them: a token bucket cuts messages into packets, and each costs the host time."""
 
+LEAST_BURST_BYTES = 9 * 1024
+"""A token bucket drops a packet that is larger than its burst, each time it is sent again, too."""
+
 TBF_SHARE = 0.985
 """Of a link's rate, what is left for a message: headers take the rest, and acknowledgements of what comes."""
 
@@ -61,8 +64,10 @@ def namespaces(
 
     Args:
         mbit: rate from one namespace to another; None for no limit. Asked for each direction.
-        burst_bytes: what a link that was idle lets through at once.
+        burst_bytes: what a link that was idle lets through at once; a packet at least.
     """
+    if burst_bytes < LEAST_BURST_BYTES:
+        raise ValueError(f"burst_bytes: expected {LEAST_BURST_BYTES} or more, a packet of {MTU}; found {burst_bytes}")
     with _made(count, INTERFACE) as made:
         for space in made:
             _ip("link set lo up", f"link add {INTERFACE} mtu {MTU} type bridge", within=space)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import readme
 import torch
 from cases import CASES, Case
-from namespaces import namespaces
+from namespaces import LEAST_BURST_BYTES, namespaces
 from narrowing import require_rows
 from ranks import launch
 from resting import Resting
@@ -56,9 +56,6 @@ HOPELESS = 1.25
 
 AGAIN = 1.1
 """What is within this of the fastest, and the pick, is run once more, all in turn, before they are compared."""
-
-BURST_BYTES = 4096
-"""Small beside every message, so that links are as fast for a small model's messages as for a large one's."""
 
 _CLONE_NEWUTS = 0x04000000
 
@@ -113,7 +110,7 @@ def _options() -> argparse.Namespace:
 
 def _try(case: Case, steps: int) -> dict[str, Any]:
     """Measure, choose, run everything."""
-    with namespaces(case.world, case.mbit, burst_bytes=BURST_BYTES) as homes:
+    with namespaces(case.world, case.mbit, burst_bytes=LEAST_BURST_BYTES) as homes:
         measured = launch(measure, case.world, case, namespaces=homes, timeout=120)
         tried = launch(choose, 1, (case, measured), timeout=120)
         task = Task(case=case, choices=tried["choices"], plans=tried["plans"], pick=tried["pick"], steps=steps)
