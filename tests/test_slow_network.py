@@ -252,6 +252,16 @@ def test_without_root_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
+def test_a_burst_that_drops_every_full_packet_is_refused() -> None:
+    import namespaces
+
+    with (
+        pytest.raises(ValueError, match="a packet of 9000"),
+        namespaces.namespaces(2, lambda a, b: 1.0, burst_bytes=4096),
+    ):
+        pass
+
+
 def test_other_sides_contain_nothing_of_this_project() -> None:
     """What they import of the benchmark imports nothing either."""
     import subprocess

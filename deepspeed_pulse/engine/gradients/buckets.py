@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.runtime.payload import num_bytes
+
 BUCKET_BYTES = 2**24
 """Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count, and
 are views of what was gathered from then on. Each sum wakes threads on every rank: a quarter of this size costs two
@@ -22,17 +24,18 @@ def buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.
 
     A bucket is full once it is as large as what comes behind it: no backward runs beside the sum of a stage's last one.
     """
-    in_order = [(parameter, parameter.numel() * parameter.element_size()) for parameter in parameters]
-    left = sum(num_bytes for _, num_bytes in in_order)
+    in_order = list(parameters)
+    left = num_bytes(in_order)
     gathered: list[torch.nn.Parameter] = []
     size = 0
-    for parameter, num_bytes in in_order:
-        left -= num_bytes
-        if num_bytes >= BUCKET_BYTES:
+    for parameter in in_order:
+        own = num_bytes([parameter])
+        left -= own
+        if own >= BUCKET_BYTES:
             yield [parameter]
             continue
         gathered.append(parameter)
-        size += num_bytes
+        size += own
         if size >= min(BUCKET_BYTES, max(LAST_BYTES, left)):
             yield gathered
             gathered, size = [], 0

@@ -88,7 +88,7 @@ class Skeleton:
         for key in keys:
             self._coming.pop(key, None)
         if missing := [key for key in keys if key not in self._ahead]:
-            room = AHEAD * self._bytes(self.entries) - self._bytes(missing)
+            room = AHEAD * self._bytes(self.entries) - self._bytes([*missing, *self._ahead])
             self._ahead |= self._drawn([*missing, *self._next(room)])
         return {key: self._ahead.pop(key) for key in keys}
 
