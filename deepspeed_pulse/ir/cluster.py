@@ -23,7 +23,8 @@ class Link:
 
     ``overhead_us``: how long each message keeps its sender, and its receiver, from other work: o of the LogP model
     (Culler et al., 1993). 0 where a device works on while the host sends. ``bus_gb_per_s``: what the link carries in
-    a ring all-reduce, all ranks sending, receiving and adding (bus bandwidth in nccl-tests); None: as in a message.
+    a ring all-reduce, all ranks sending, receiving and adding (bus bandwidth in nccl-tests); ``bus_latency_us``: what
+    each of its 2 (g - 1) rounds over g ranks takes beside the bytes, other sums under way; None: as in a message.
     ``one_port``: all that a rank sends over such links leaves one after the other, whoever it is for, sums of gradients
     included, as from one network card (the one-port model; Bhat, Raghavendra and Prasanna, 2003); else each pair of
     ranks has a link of its own, and sums of gradients another.
@@ -33,6 +34,7 @@ class Link:
     latency_us: float
     overhead_us: Annotated[float, Form(left_out=True)] = 0.0
     bus_gb_per_s: Annotated[float | None, Form(above=0.0, left_out=True)] = None
+    bus_latency_us: Annotated[float | None, Form(left_out=True)] = None
     one_port: Annotated[bool, Form(left_out=True)] = False
 
     def transfer_ms(self, num_bytes: int) -> float:
@@ -42,6 +44,11 @@ class Link:
     def bus_ms(self, num_bytes: int) -> float:
         """Time the bytes of an all-reduce occupy the link, latency excluded."""
         return num_bytes / ((self.bus_gb_per_s or self.bandwidth_gb_per_s) * 1e6)
+
+    @property
+    def bus_latency_ms(self) -> float:
+        """Of one round of an all-reduce."""
+        return (self.latency_us if self.bus_latency_us is None else self.bus_latency_us) / 1e3
 
     def whole_ms(self, num_bytes: int) -> float:
         """From the start of a message until it is there."""

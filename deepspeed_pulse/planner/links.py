@@ -89,7 +89,7 @@ class Links:
         if group == 1 or not num_bytes:
             return 0.0
         link = self.of_peers(rank)
-        return 2 * (group - 1) * (link.bus_ms(num_bytes) / group + link.latency_ms)
+        return 2 * (group - 1) * (link.bus_ms(num_bytes) / group + link.bus_latency_ms)
 
     def least_reduction_ms(self, rank: int, num_bytes: int) -> float:
         """The same without latencies, of which there are as many as there are all-reduces."""

@@ -91,7 +91,9 @@ def test_a_profile_survives_its_file(profile):
     assert again.fingerprint == profile.fingerprint
 
 
-LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0, overhead_us=2.5, bus_gb_per_s=20.0, one_port=True)
+LINK = Link(
+    bandwidth_gb_per_s=25.0, latency_us=10.0, overhead_us=2.5, bus_gb_per_s=20.0, bus_latency_us=5.0, one_port=True
+)
 CLUSTER = Cluster(name="c", nodes=2, ranks_per_node=4, memory_bytes=10**9, intra_node=LINK, inter_node=LINK)
 ESTIMATE = Estimate(
     makespan_ms=3.0,

@@ -202,6 +202,7 @@ def measures_links(folder: str) -> None:
     assert (cluster.nodes, cluster.ranks_per_node) == (1, 4)
     assert cluster.intra_node == cluster.inter_node and cluster.intra_node.latency_us > 0
     assert cluster.intra_node.overhead_us > 0 and cluster.intra_node.bus_gb_per_s > 0
+    assert cluster.intra_node.bus_latency_us >= 0
     # from here on what is found does not count, only that all find it
     links.SIZES, sums._SIZES = links.SIZES[:3], sums._SIZES[:3]
     overhead._STEPS = overhead._MICROBATCHES = 2

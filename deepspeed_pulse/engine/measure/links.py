@@ -57,8 +57,9 @@ def measure_cluster(ranks: Sequence[Hardware], device: torch.device, bucket_byte
             latency_us=statistics.median(link.latency_us for inside, link in links if inside is kind),
             overhead_us=overhead_us,
             bus_gb_per_s=bus_gb_per_s,
+            bus_latency_us=bus_latency_us,
         )
-        for kind, bus_gb_per_s in bus.items()
+        for kind, (bus_gb_per_s, bus_latency_us) in bus.items()
     }
     some = next(iter(found.values()))
     return Cluster(
