@@ -14,6 +14,7 @@ from typing import Annotated
 
 from deepspeed_pulse.errors import FileError, PulseError
 from deepspeed_pulse.ir.backbones import BackboneLayers, BackboneStages, check_parts
+from deepspeed_pulse.ir.buckets import BUCKET_BYTES
 from deepspeed_pulse.ir.codec import Count, File, Form
 from deepspeed_pulse.ir.conditioning import SelfConditioned
 from deepspeed_pulse.ir.fields import Fields
@@ -102,6 +103,7 @@ class Plan(File):
     """Contents of a plan's file. ``boundaries`` has one entry more than ``placement``.
 
     ``rules``: of the job that it was made for; its times and memory are simulated by them.
+    ``bucket_bytes``: of parameters whose gradients are summed together; left out where it is ``BUCKET_BYTES``.
 
     ``recompute``: layers that run their forward again in backward instead of keeping activations, ascending; the file
     leaves the field out where there are none. ``layout``: how ranks are numbered; the file leaves upstream's own out.
@@ -125,6 +127,7 @@ class Plan(File):
     recompute: Annotated[tuple[int, ...], Form(left_out=True)] = ()
     layout: Annotated[Layout, Form(left_out=True)] = Layout.PIPE_MAJOR
     rules: Rules = PLAIN
+    bucket_bytes: Annotated[int, Form(minimum=1, left_out=True)] = BUCKET_BYTES
     fill: Annotated[Fill | None, Form(left_out=True)] = None
     conditioning: Annotated[tuple[SelfConditioned, ...], Form(left_out=True, key="self_conditioning")] = ()
     profile_fingerprint: Annotated[str | None, Form(place=-1)] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,9 +27,8 @@ NOMINAL_LINK = Link(bandwidth_gb_per_s=25.0, latency_us=10.0)
 class StageCosts:
     """Per stage and microbatch: times in ms, sizes in bytes.
 
-    While a stage's backward runs, gradients become whole from its last layer with parameters to its first:
-    ``first_whole`` is the share of the backward's time after which the first of them are, ``last_whole`` the share of
-    bytes that are at its end only.
+    While a stage's backward runs, gradients become whole from its last layer with parameters to its first: ``whole``
+    are, of each of these layers, the share of the backward's time after which they are, and their bytes.
 
     ``weight_grad_ms`` is the part of ``backward_ms`` that a ``W`` action does (half of it where the profile
     does not say), ``input_grad_ms`` what an ``I`` takes; ``output_bytes`` is the hidden state that leaves the stage's
@@ -45,8 +44,7 @@ class StageCosts:
     activation_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     unkept_bytes: tuple[int, ...]
-    first_whole: tuple[float, ...]
-    last_whole: tuple[float, ...]
+    whole: tuple[tuple[tuple[float, int], ...], ...]
 
     @classmethod
     def of(cls, profile: Profile, boundaries: Sequence[int]) -> StageCosts:
@@ -62,8 +60,7 @@ class StageCosts:
             activation_bytes=tuple(sum(x.activation_bytes for x in stage) for stage in stages),
             output_bytes=tuple(stage[-1].output_bytes if stage else 0 for stage in stages),
             unkept_bytes=tuple(_unkept_bytes(stage[-1]) if stage else 0 for stage in stages),
-            first_whole=tuple(map(_first_whole, stages)),
-            last_whole=tuple(map(_last_whole, stages)),
+            whole=tuple(tuple(_whole(stage)) for stage in stages),
         )
 
     def with_overheads(self, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> StageCosts:
@@ -80,15 +77,12 @@ class StageCosts:
         return self.forward_ms[stage] + self.backward_ms[stage]
 
 
-def _first_whole(stage: Sequence[LayerCost]) -> float:
-    behind = [at for at, layer in enumerate(stage) if layer.param_bytes]
-    total = sum(layer.backward_ms for layer in stage)
-    return sum(layer.backward_ms for layer in stage[behind[-1] :]) / total if behind and total else 1.0
-
-
-def _last_whole(stage: Sequence[LayerCost]) -> float:
-    sizes = [layer.param_bytes for layer in stage if layer.param_bytes]
-    return sizes[0] / sum(sizes) if sizes else 1.0
+def _whole(stage: Sequence[LayerCost]) -> Iterator[tuple[float, int]]:
+    """Gradients by what still runs behind them."""
+    ahead = [0.0, *itertools.accumulate(layer.backward_ms for layer in stage)]
+    for at in reversed(range(len(stage))):
+        if stage[at].param_bytes:
+            yield 1.0 - ahead[at] / ahead[-1] if ahead[-1] else 1.0, stage[at].param_bytes
 
 
 def _unkept_bytes(layer: LayerCost) -> int:

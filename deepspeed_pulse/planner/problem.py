@@ -17,6 +17,7 @@ from deepspeed_pulse.ir.plan import Plan, Route
 from deepspeed_pulse.ir.profile import Held, Profile, Value
 from deepspeed_pulse.ir.program import HIDDEN, Lowering, Message, Program, Step
 from deepspeed_pulse.ir.schedule import Action, Direction, Op, Schedule
+from deepspeed_pulse.planner.buckets import Bucket, in_buckets
 from deepspeed_pulse.planner.cost import StageCosts
 from deepspeed_pulse.planner.links import Links, Way
 from deepspeed_pulse.planner.recompute import held_in_actions, with_recompute
@@ -141,6 +142,11 @@ class Problem:
         if not self.plan.carries:
             return frozenset()
         return carried_actions(replace(self.plan, schedule=schedule))
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[Bucket, ...], ...]:
+        """Of each stage's gradients."""
+        return in_buckets(self.costs, self.links, self.placement, self.plan.bucket_bytes)
 
     @cached_property
     def extra_actions(self) -> list[Action]:

@@ -37,14 +37,10 @@ def gathered_share(profile: Profile, rules: Rules, replicas: int) -> float:
 def pieces(problem: Problem, stage: int, start_ms: float, end_ms: float) -> tuple[tuple[float, float], ...]:
     """When a stage's gradients are whole and how long to sum them takes: (ms, ms), first to last.
 
-    ``start_ms``, ``end_ms``: of the stage's last backward. Summed early, gradients leave while it runs: one piece
-    stands for all layers but the first, which is exact where sums take much longer than the backward, or much shorter.
+    ``start_ms``, ``end_ms``: of the stage's last backward. Summed early, gradients leave while it runs, in buckets.
     """
-    costs, total = problem.costs, reduction_ms(problem, stage)
-    first, last = costs.first_whole[stage], costs.last_whole[stage]
-    if last == 1.0:
-        return ((end_ms, total),)
-    return (start_ms + first * (end_ms - start_ms), (1.0 - last) * total), (end_ms, last * total)
+    span = end_ms - start_ms
+    return tuple((end_ms - (1.0 - share) * span, ms) for share, ms in problem.buckets[stage])
 
 
 def behind_ms(problem: Problem, stage: int, backward_ms: float) -> float:

@@ -30,26 +30,30 @@ def test_early_reduction_is_the_reduction_at_the_end() -> None:
 
 MIB = 2**20
 FULL = [
-    ([1] * 64, [16, 16, 16, 8, 4, 2, 1, 1]),
-    ([0.5] * 12, [3, 1.5, 1, 0.5]),
-    ([0.25] * 3, [0.5, 0.25]),
-    ([0.125] * 3, [0.375]),
-    ([20, 1, 1, 20, 3, 3], [20, 20, 5, 3]),
-    ([12, 12, 12], [24, 12]),
-    ([], []),
+    (16, [1] * 64, [16, 16, 16, 8, 4, 2, 1, 1]),
+    (16, [0.5] * 12, [3, 1.5, 1, 0.5]),
+    (16, [0.25] * 3, [0.5, 0.25]),
+    (16, [0.125] * 3, [0.375]),
+    (16, [20, 1, 1, 20, 3, 3], [20, 20, 5, 3]),
+    (16, [12, 12, 12], [24, 12]),
+    (16, [], []),
+    (2, [1] * 8, [2, 2, 2, 1, 1]),
+    (2, [0.125] * 6, [0.375, 0.25, 0.125]),
+    (0.25, [0.5] * 3, [0.5, 0.5, 0.5]),
 ]
-"""MiB of weights, in the order in which their gradients come, and of the buckets."""
+"""MiB of full buckets, of weights, in the order in which their gradients come, and of the buckets."""
 
 
-@pytest.mark.parametrize(("sizes", "expected"), FULL)
+@pytest.mark.parametrize(("full", "sizes", "expected"), FULL)
 def test_the_last_buckets_are_small_as_nothing_runs_beside_their_sums(
-    sizes: list[float], expected: list[float]
+    full: float, sizes: list[float], expected: list[float]
 ) -> None:
     weights = [torch.nn.Parameter(torch.empty(int(size * MIB / 4), device="meta")) for size in sizes]
-    found = list(buckets(weights))
+    found = list(buckets(weights, int(full * MIB)))
     assert [sum(weight.numel() * 4 for weight in bucket) / MIB for bucket in found] == expected
-    small = [id(weight) for weight, size in zip(weights, sizes, strict=True) if size < 16]
-    assert [id(weight) for bucket in found for weight in bucket if weight.numel() < 4 * MIB] == small, "in order"
+    small = [id(weight) for weight, size in zip(weights, sizes, strict=True) if size < full]
+    gathered = [id(weight) for bucket in found for weight in bucket if weight.numel() * 4 < full * MIB]
+    assert gathered == small, "in order"
 
 
 @pytest.mark.parametrize("rank", ORDER)

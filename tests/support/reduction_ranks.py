@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from support.engine_ranks import as_bf16, data_of, make_engine, torch_world
 from support.parity import RecordingSGD, mse, run_case, share_groups
 
-from deepspeed_pulse.engine.gradients import buckets
 from deepspeed_pulse.errors import PulseError
+from deepspeed_pulse.ir.buckets import BUCKET_BYTES
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -39,7 +39,7 @@ def reduces(cases: Any) -> None:
     share_groups()
     torch.set_num_threads(1)
     assert torch_world() == 4
-    as_at_the_end({}, bucket_bytes=buckets.BUCKET_BYTES, waves=2)
+    as_at_the_end({}, bucket_bytes=BUCKET_BYTES, waves=2)
     for options in OPTIONS:
         as_at_the_end(options, bucket_bytes=SMALL_BUCKET, waves=1)
     stages_leave_before_the_last_action()
@@ -68,15 +68,13 @@ def as_at_the_end(options: dict[str, Any], *, bucket_bytes: int, waves: int) -> 
     """Two replicas: not a bit differs from upstream's reduction, tied weights and the last stage's included."""
     found = []
     for early in (True, False):
-        before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, bucket_bytes
         pulse = {"solver_seconds": 0, "placement": "wave", "waves": waves}
         engine = make_engine(2, 3, pulse=pulse, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9), **options)
-        assert engine._reduction.sums is not None
+        engine._reduction.sums.bucket_bytes = bucket_bytes
         if not early:
             engine._reduction.sums = None
         found.append(trained(engine))
         engine.destroy()
-        buckets.BUCKET_BYTES = before
     (losses, tensors), (others_losses, others) = found
     assert losses == others_losses, (options, losses, others_losses)
     assert len(tensors) == len(others)
@@ -102,9 +100,9 @@ def stages_leave_before_the_last_action() -> None:
 
 def buckets_leave_while_the_last_backward_runs(options: dict[str, Any]) -> None:
     """From the second step on, which knows what a backward adds to once; in the same order on all replicas."""
-    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, SMALL_BUCKET
     engine = make_engine(2, 3, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9), **options)
     sums, started = engine._reduction.sums, []
+    sums.bucket_bytes = SMALL_BUCKET
     start = sums._start
 
     def noted(bucket: Any) -> None:
@@ -123,17 +121,16 @@ def buckets_leave_while_the_last_backward_runs(options: dict[str, Any]) -> None:
     torch.distributed.all_gather_object(everybody, (engine.stage_id, [names for _, names in second]))
     assert all(names == [n for _, n in second] for stage, names in everybody if stage == engine.stage_id), everybody
     engine.destroy()
-    buckets.BUCKET_BYTES = before
 
 
 def gradients_stay_in_their_buckets(keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """They are gathered once; what the program keeps of a step is left as it is: gradients themselves, or views."""
-    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 10**6
     engine = make_engine(2, 3)
     places: list[list[int]] = []
     held: list[torch.Tensor] = []
     frozen: list[torch.nn.Parameter] = []
     sums, step = engine._reduction.sums, engine.optimizer.step
+    sums.bucket_bytes = BUCKET_BYTES
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         gradients = [p.grad for kept in sums._kept.values() for p in kept.parameters]
@@ -156,17 +153,16 @@ def gradients_stay_in_their_buckets(keep: Callable[[torch.Tensor], torch.Tensor]
     engine.train_batch(data_of(engine, 0))
     assert len(places[5]) == len(places[4]) - 1
     engine.destroy()
-    buckets.BUCKET_BYTES = before
 
 
 def sums_of_a_failed_step_are_dropped() -> None:
     """A step that fails behind its sums leaves nothing that the next one would put into its own."""
     from deepspeed_pulse.engine.step import Steps
 
-    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 10**6
     found = []
     for fails in (False, True):
         engine = make_engine(2, 3, optimizer=lambda p: RecordingSGD(p, lr=0.05, momentum=0.9))
+        engine._reduction.sums.bucket_bytes = BUCKET_BYTES
         trained(engine, 2)
         if fails:
             genuine, Steps.finish = Steps.finish, broken
@@ -183,7 +179,6 @@ def sums_of_a_failed_step_are_dropped() -> None:
         engine.destroy()
     (losses, tensors), (again, others) = found
     assert losses == again and all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
-    buckets.BUCKET_BYTES = before
 
 
 def broken(steps: Any) -> None:

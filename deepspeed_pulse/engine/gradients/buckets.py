@@ -8,22 +8,12 @@ from typing import Any
 
 import torch
 
+from deepspeed_pulse.ir.buckets import is_full
 from deepspeed_pulse.runtime.payload import num_bytes
 
-BUCKET_BYTES = 2**24
-"""Gradients of this size are summed in place; smaller ones are gathered up to it, so that latency does not count, and
-are views of what was gathered from then on. Each sum wakes threads on every rank: a quarter of this size costs two
-ranks with a core each 2 % of a step of 0.3 s."""
 
-LAST_BYTES = 2**19
-"""A stage's last buckets are no smaller, where as much is left."""
-
-
-def buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Large parameters alone, smaller ones together; by sizes only, so that all replicas do the same.
-
-    A bucket is full once it is as large as what comes behind it: no backward runs beside the sum of a stage's last one.
-    """
+def buckets(parameters: Iterable[torch.nn.Parameter], bucket_bytes: int) -> Iterator[list[torch.nn.Parameter]]:
+    """Large parameters alone, smaller ones together; by sizes only, so that all replicas do the same."""
     in_order = list(parameters)
     left = num_bytes(in_order)
     gathered: list[torch.nn.Parameter] = []
@@ -31,12 +21,12 @@ def buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.
     for parameter in in_order:
         own = num_bytes([parameter])
         left -= own
-        if own >= BUCKET_BYTES:
+        if own >= bucket_bytes:
             yield [parameter]
             continue
         gathered.append(parameter)
         size += own
-        if size >= min(BUCKET_BYTES, max(LAST_BYTES, left)):
+        if is_full(size, left, bucket_bytes):
             yield gathered
             gathered, size = [], 0
     if gathered:
@@ -52,8 +42,8 @@ class Expected:
         number: of the bucket of a parameter, by its id.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.parameters, self.buckets = parameters, list(buckets(parameters))
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> None:
+        self.parameters, self.buckets = parameters, list(buckets(parameters, bucket_bytes))
         self.number = {id(p): number for number, bucket in enumerate(self.buckets) for p in bucket}
 
 

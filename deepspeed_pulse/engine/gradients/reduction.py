@@ -78,6 +78,7 @@ class StageReduction:
         names: of all parameters, in the order in which every replica has them.
         gradients: where their gradients lie.
         dtype: in which gradients are sent.
+        bucket_bytes: of parameters whose gradients are sent together.
         group: the rank's data-parallel process group.
         timeout_seconds: silence of a replica after which a wait raises.
         count: told of the bytes of copies that come and, negative, go, and of what is there in that moment only.
@@ -91,6 +92,7 @@ class StageReduction:
         names: dict[torch.nn.Parameter, str],
         gradients: OwnGradients | MasterGradients,
         dtype: torch.dtype,
+        bucket_bytes: int,
         group: Any,
         scaling: Scaling,
         timeout_seconds: float,
@@ -99,6 +101,7 @@ class StageReduction:
     ) -> None:
         self._parameters, self._names, self._gradients = parameters, names, gradients
         self._dtype, self._group, self._scaling = dtype, group, scaling
+        self.bucket_bytes = bucket_bytes
         self._timeout_seconds, self._count, self._aside = timeout_seconds, count, aside
         self._trains: tuple[bool, ...] = ()
         """Of each parameter, whether it trains: what :attr:`_expected` is made for."""
@@ -106,7 +109,7 @@ class StageReduction:
         """By stages whose last backwards have come, the last one's buckets."""
         self._ended: tuple[int, ...] = ()
         """Stages whose last backwards have come in this step."""
-        self._now = Expected([])
+        self._now = Expected([], bucket_bytes)
         """Of the stage whose last backward runs."""
         self._missing: list[int] = []
         """Of each of its buckets, how many gradients are not whole yet."""
@@ -158,7 +161,7 @@ class StageReduction:
         """
         self._ended = (*self._ended, stage)
         if self._ended not in self._expected:
-            self._expected[self._ended] = Expected(list(self._ready(stage)))
+            self._expected[self._ended] = Expected(list(self._ready(stage)), self.bucket_bytes)
         self._now = self._expected[self._ended]
         self._missing = [len(bucket) for bucket in self._now.buckets]
         self._gone = 0
@@ -419,6 +422,7 @@ def stage_reduction(
         names=names,
         gradients=gradients,
         dtype=engine.communication_data_type,
+        bucket_bytes=module.plan.bucket_bytes,
         group=engine.grid.get_data_parallel_group(),
         scaling=Scaling.of(engine, replicas),
         timeout_seconds=timeout_seconds,

@@ -12,12 +12,12 @@ from deepspeed import comm as dist
 from deepspeed_pulse.config import PulseConfig
 from deepspeed_pulse.engine.collectives import agree
 from deepspeed_pulse.engine.device import HOST_BACKENDS
-from deepspeed_pulse.engine.gradients.buckets import BUCKET_BYTES
 from deepspeed_pulse.engine.measure.hardware import agreed_hardware
 from deepspeed_pulse.engine.measure.links import measure_cluster, shape_of, uneven
 from deepspeed_pulse.engine.plans import kept
 from deepspeed_pulse.engine.plans.content import MEASURING_VERSION, library_versions
 from deepspeed_pulse.errors import ConfigError
+from deepspeed_pulse.ir.buckets import BUCKET_BYTES
 from deepspeed_pulse.ir.cluster import HCCL_BUFFER_MB, HCCL_MESSAGE_MB, Cluster, CommunicatorBytes, Link
 from deepspeed_pulse.ir.fields import write_whole
 

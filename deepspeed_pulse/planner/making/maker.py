@@ -11,6 +11,7 @@ from deepspeed_pulse.errors import InfeasibleError
 from deepspeed_pulse.ir.placement import Placement
 from deepspeed_pulse.ir.plan import Plan, backbone_stages, make_routes
 from deepspeed_pulse.ir.profile import Profile
+from deepspeed_pulse.planner.buckets import fitting_bucket_bytes
 from deepspeed_pulse.planner.cost import optimizer_ms
 from deepspeed_pulse.planner.ideal import ideal_ms
 from deepspeed_pulse.planner.job import Job, Progress, SearchOptions
@@ -375,7 +376,7 @@ class Maker:
 
     def _of(self, cuts: tuple[int, ...], placement: Placement) -> Plan:
         """Cuts of the job, without an order."""
-        return Plan(
+        plan = Plan(
             pipeline_ranks=self.job.pipeline_ranks,
             data_parallel=self.job.data_parallel,
             microbatches=self.job.microbatches,
@@ -390,6 +391,11 @@ class Maker:
             rules=self.job.rules,
             conditioning=tuple(self.job.conditioning),
         )
+        if plan.data_parallel == 1 or not plan.rules.reduce_early:
+            return plan
+        problem = Problem(plan, self.job.profile, self.job.cluster)
+        size = fitting_bucket_bytes(problem.costs, problem.links, placement, plan.microbatches)
+        return replace(plan, bucket_bytes=size)
 
 
 def are_few(microbatches: int, ranks: int) -> bool:
