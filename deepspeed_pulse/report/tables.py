@@ -209,7 +209,7 @@ def _caption(plan: Plan, costs: str | None, layer_names: Sequence[str] | None, t
         yield from _predicted(plan, plan.estimate, timed)
     filled = None if plan.fill is None else words.filled(plan.fill, plan.microbatches)
     source = None if costs is None else f"costs: {costs}"
-    lines = (filled, words.sent_values(plan), words.recomputed(plan, layer_names), source)
+    lines = (filled, words.sent_values(plan), words.recomputed(plan, layer_names), words.summed(plan), source)
     yield from (line for line in lines if line is not None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deepspeed_pulse.ir.buckets import BUCKET_BYTES
 from deepspeed_pulse.ir.fill import Fill
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
@@ -115,6 +116,13 @@ def recomputed(plan: Plan, names: Sequence[str] | None = None) -> str | None:
         return None
     listed = _listed([str(i) if names is None else names[i] for i in plan.recompute])
     return f"recomputed in backward: {len(plan.recompute)} of {plan.num_layers} layers ({listed})"
+
+
+def summed(plan: Plan) -> str | None:
+    """``gradients summed in buckets of 0.25 MB``; None where these are of the usual size, or nothing is summed so."""
+    if plan.data_parallel == 1 or plan.bucket_bytes == BUCKET_BYTES:
+        return None
+    return f"gradients summed in buckets of {megabytes(plan.bucket_bytes)}"
 
 
 def sent_values(plan: Plan) -> str | None:

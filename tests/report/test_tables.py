@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from deepspeed_pulse.ir.buckets import BUCKET_BYTES
 from deepspeed_pulse.ir.fill import FrozenLayer, FrozenPart
 from deepspeed_pulse.ir.plan import Solver
 from deepspeed_pulse.ir.run import Difference, MeasuredStep, RankFigures, RankMemory
@@ -98,6 +99,16 @@ def test_costs_say_where_they_came_from(sample: Any) -> None:
     table = plan_table(sample.plan, param_counts=[1000] * 8, layer_names=["x"] * 8, costs="parameter counts")
     assert "costs: parameter counts" in text_of(table)
     assert rows_of(table)[0][3] == "2k"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "bucket_bytes", "said"),
+    [(2, 250_000, "gradients summed in buckets of 0.25 MB"), (2, BUCKET_BYTES, None), (1, 250_000, None)],
+)
+def test_small_buckets_are_said(sample: Any, replicas: int, bucket_bytes: int, said: str | None) -> None:
+    plan = dataclasses.replace(sample.plan, data_parallel=replicas, bucket_bytes=bucket_bytes)
+    text = text_of(plan_table(plan))
+    assert said in text if said else "buckets" not in text
 
 
 def measured_step(sample: Any, step_ms: float, peaks: list[int]) -> MeasuredStep:
