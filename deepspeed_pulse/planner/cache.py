@@ -19,7 +19,7 @@ from deepspeed_pulse.ir.codec import File
 from deepspeed_pulse.ir.fields import write_whole
 from deepspeed_pulse.ir.profile import Profile
 
-PLANNER_VERSION = 29
+PLANNER_VERSION = 30
 """Raised when the planner's answers change, so that kept ones are not used any more."""
 
 WORTH_KEEPING_SECONDS = 1.0

@@ -186,6 +186,46 @@ def test_a_search_whose_orders_never_fit_ends_by_itself(capped, monkeypatch):
     assert improver.best_ms == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("better", "rounds"),
+    [
+        ([], 16 + 16 + 16 + 12),  # of a start each, of eight two, of four four: then nothing was found for 32
+        ([2, 9], 18 + 16 + 16 + 12),  # of the second start, and of its next one that is better than that
+        ([15], 17 + 16 + 16 + 16 + 12),  # for 4 x 15 rounds the best one stands
+    ],
+)
+def test_short_searches_end_when_the_best_order_stands(better, rounds, monkeypatch):
+    """Rounds in which an order that is better than all before is found, and how many there are."""
+    problem = Problem(plan(Placement.wave(2), 6), uneven(2, 1), cluster())
+    done = []
+
+    def run(search, steps, deadline):
+        done.append(steps)
+        if len(done) in better:
+            search.best_ms = 10.0 - len(done) / 10
+        return len(done) in better
+
+    monkeypatch.setattr(Search, "run", run)
+    monkeypatch.setattr(improve, "windows", lambda paths: [])
+    improver = Improver(
+        problem=problem, split=False, cap=None, target_ms=0.0, seed=0, deadline=float("inf"), keep=lambda order: True
+    )
+    improver.improve([list_schedule(problem, 6)] * 20)
+    assert len(done) == rounds
+    assert set(done) == {len(improver.net.duration)}, "as many steps as nodes"
+
+
+def test_a_search_leaves_where_it_stands_also_when_rounds_are_short():
+    """It goes on from its best order after so many steps without a better one, over rounds."""
+    problem = Problem(plan(Placement.wave(2), 6), uneven(2, 1), cluster())
+    net = Net(problem, 6)
+    one, many = (Search(net, None, net.rows(list_schedule(problem, 6)), seed=3, target_ms=0.0) for _ in range(2))
+    one.run(3000, float("inf"))
+    for _ in range(30):
+        many.run(100, float("inf"))
+    assert (one.best_ms, one.rows) == (many.best_ms, many.rows)
+
+
 def test_a_move_forbids_what_would_undo_it():
     problem = Problem(plan(Placement.wave(2), 6), uneven(2, 1), cluster())
     net = Net(problem, 6)

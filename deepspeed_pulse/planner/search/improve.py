@@ -22,10 +22,14 @@ from deepspeed_pulse.planner.search.windows import reordered, windows
 
 _STARTS = 16
 _NODES_A_ROUND = 400_000
-"""Work of one round of one search, in evaluated nodes: some tenths of a second."""
+"""Work of one round of one search, in evaluated nodes, and no more steps than nodes: some tenths of a second."""
 
 _PATIENCE = 12
 """Rounds without a better order after which the last search ends."""
+
+_LEAST_ROUNDS, _STANDS = 32, 4
+"""Short searches end when the best order has stood for so many times what it took to find, but not before so many
+rounds in all: two of each start."""
 
 _REJECTED = 35
 """Orders in a row that do not fit the memory after which a search ends: half of the stash is left, and what is too
@@ -51,6 +55,10 @@ class Improver:
     keep: Callable[[Schedule], bool]
     net: Net = field(init=False)
     best_ms: float = field(init=False, default=math.inf)
+    _rounds: int = field(init=False, default=0)
+    _found: int = field(init=False, default=0)
+    """Round of the best order of all searches; ``_found_ms``: its longest path."""
+    _found_ms: float = field(init=False, default=math.inf)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -65,23 +73,26 @@ class Improver:
         self.net = Net(problem, problem.plan.microbatches, split=self.split, finish_ms=finish)
 
     def improve(self, starts: Sequence[Schedule]) -> None:
-        """Short searches from every start, longer ones from the better half, and so on to the best one."""
+        """Short searches from every start, longer ones from the better half, and so on to the best one.
+
+        Or to the one that is the best when none has found a better order for long.
+        """
         count = _STARTS if len(self.net.duration) <= _LARGE else 1
         searches = [
             Search(self.net, self.cap, self.net.rows(start), seed=self.seed * 1000 + n, target_ms=self.target_ms)
             for n, start in enumerate(starts[:count])
         ]
+        self._found_ms = min((search.best_ms for search in searches), default=math.inf)
         patience = 1
-        while searches and not self._over:
-            last = len(searches) == 1
+        while len(searches) > 1 and not self._over and not self._stands:
             for search in searches:
-                self._exhaust(search, _PATIENCE if last else patience)
-            if last:
-                self._reorder_windows(searches[0])
-                break
+                self._exhaust(search, patience)
             searches.sort(key=lambda search: search.best_ms)
             searches = searches[: (len(searches) + 1) // 2]
             patience *= 2
+        for search in searches[:1]:
+            self._exhaust(search, _PATIENCE)
+            self._reorder_windows(search)
 
     def shortest(self, orders: Sequence[Schedule]) -> Schedule | None:
         """The order with the shortest longest path of those that do not deadlock."""
@@ -94,13 +105,16 @@ class Improver:
 
     def _exhaust(self, search: Search, patience: int) -> None:
         size = len(self.net.duration)
-        steps = max(20, min(_NODES_A_ROUND // size, 8 * size))
+        steps = max(20, min(_NODES_A_ROUND // size, size))
         idle = rejected = 0
         while idle < patience and rejected < _REJECTED and not self._over:
             before = (search.best_rows, search.best_ms)
             better = search.run(steps, self.deadline)
+            self._rounds += 1
             if better and self.keep(self.net.schedule(search.best_rows)):
                 self.best_ms = min(self.best_ms, search.best_ms)
+                if search.best_ms < self._found_ms:
+                    self._found, self._found_ms = self._rounds, search.best_ms
                 rejected = 0
             elif better:
                 search.reject(*before, _TIGHTER)
@@ -127,6 +141,11 @@ class Improver:
         search.adopt(rows)
         self.best_ms = min(self.best_ms, search.best_ms)
         return True
+
+    @property
+    def _stands(self) -> bool:
+        """The best order of all has been so for long."""
+        return self._rounds > max(_LEAST_ROUNDS, _STANDS * self._found)
 
     @property
     def _over(self) -> bool:

@@ -33,7 +33,7 @@ class Search:
         """What a node adds to its rank's stash (at its start) or takes from it (at its end)."""
         self.limits = list(cap.limits) if cap else [float("inf")] * net.problem.num_ranks
         self.capped = cap is not None
-        self.step = 0
+        self.step = self.since = 0
         self.tabu: dict[tuple[int, int], int] = {}
         self.restart(rows)
         self.best_rows, self.best_ms = [row[:] for row in rows], self.paths.span
@@ -45,20 +45,20 @@ class Search:
 
     def run(self, steps: int, deadline: float) -> bool:
         """Whether a better order was found."""
-        before, since = self.best_ms, 0
+        before = self.best_ms
         for _ in range(steps):
             if self.best_ms <= self.target_ms * (1 + _EPSILON) or time.process_time() > deadline:
                 break
             self.step += 1
             if not self._advance():
                 self._shake(6)
-            since += 1
+            self.since += 1
             if self.paths.span < self.best_ms - _EPSILON:
-                self.best_ms, self.best_rows, since = self.paths.span, [row[:] for row in self.rows], 0
-            elif since > 400 + self.net.num_actions:
+                self.best_ms, self.best_rows, self.since = self.paths.span, [row[:] for row in self.rows], 0
+            elif self.since > 400 + self.net.num_actions:
                 self.restart(self.best_rows)
                 self._shake(self.random.randint(4, 20))
-                since = 0
+                self.since = 0
         return self.best_ms < before - _EPSILON
 
     def adopt(self, rows: Rows) -> None:
