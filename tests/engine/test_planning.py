@@ -20,13 +20,14 @@ from deepspeed_pulse.engine.plans.costs import PlanRequest, known_profile
 from deepspeed_pulse.engine.plans.planning import Planned, known_cluster, make_planned, reorder
 from deepspeed_pulse.errors import ConfigError, InfeasibleError, PlanError
 from deepspeed_pulse.ir.backbones import BackboneLayers
+from deepspeed_pulse.ir.buckets import BUCKET_BYTES
 from deepspeed_pulse.ir.cluster import Cluster, Link
 from deepspeed_pulse.ir.graph import Graph, Layer
 from deepspeed_pulse.ir.layout import Layout
 from deepspeed_pulse.ir.plan import Plan
 from deepspeed_pulse.ir.profile import Profile
 from deepspeed_pulse.ir.rules import Rules
-from deepspeed_pulse.planner import Job, SearchOptions, make_plan
+from deepspeed_pulse.planner import Job, SearchOptions, estimate, make_plan
 
 
 def layer_list() -> tuple[Layer, ...]:
@@ -90,6 +91,30 @@ def test_zero_1_shares_the_optimizer_state_in_plans_and_their_new_orders(
     shared = from_files(replace(request, rules=Rules(zero_stage=1)))
     for plan in (shared.plan, reorder(shared, pulse, 8)):
         assert 190e6 <= peak(plan) <= 195e6
+
+
+def test_buckets_are_sized_by_times_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 4 MiB on links of 1 GB/s."""
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    profile = Profile.load("profile.json")
+    layers = [replace(cost, param_bytes=4 * 2**20) for cost in profile.layers]
+    Path("profile.json").write_text(replace(profile, layers=tuple(layers)).to_json())
+    machine = Cluster.load("cluster.json")
+    link = Link(bandwidth_gb_per_s=1.0, latency_us=10.0)
+    machine = replace(machine, ranks_per_node=8, intra_node=link, inter_node=link, memory_bytes=10**12)
+    Path("cluster.json").write_text(machine.to_json())
+    block = {"profile": "profile.json", "cluster": "cluster.json", "placement": "linear", "solver_seconds": 0}
+    request = request_for(PulseConfig.model_validate(block), data_parallel=4)
+    timed = from_files(request)
+    assert timed.measured and timed.plan.bucket_bytes < BUCKET_BYTES
+    linears = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)]
+    request = replace(request, layers=linears, partition_method="uniform")
+    profile, costs = known_profile(replace(request, pulse=request.pulse.model_copy(update={"profile": "auto"})))
+    assert profile is not None
+    weighed = make_planned(request, profile, machine, costs)
+    assert weighed.plan.bucket_bytes == BUCKET_BYTES
+    assert weighed.plan.estimate == estimate(weighed.plan, profile, machine)
 
 
 @pytest.mark.parametrize("method", ["parameters", "uniform", "type:linear"])

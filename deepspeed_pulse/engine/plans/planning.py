@@ -23,6 +23,7 @@ from deepspeed_pulse.engine.plans.costs import NO_DEVICE, PlanRequest, known_pro
 from deepspeed_pulse.engine.plans.machines import machines, with_communicators
 from deepspeed_pulse.engine.plans.measuring import measure_profiles
 from deepspeed_pulse.errors import ConfigError, PlanError
+from deepspeed_pulse.ir.buckets import BUCKET_BYTES
 from deepspeed_pulse.ir.carried import with_carried
 from deepspeed_pulse.ir.choice import Decision, Tuning
 from deepspeed_pulse.ir.cluster import MEASURED, Cluster
@@ -153,6 +154,9 @@ def make_planned(request: PlanRequest, profile: Profile, cluster: Cluster, costs
         backbone_steps=request.pulse.backbone_steps,
     )
     plan = planner.make_plan(job, options, plan_cache=request.pulse.plan_cache)
+    if profile.device == NO_DEVICE and plan.bucket_bytes != BUCKET_BYTES:  # nobody knows what smaller ones would save
+        plan = replace(plan, bucket_bytes=BUCKET_BYTES)
+        plan = replace(plan, estimate=estimate(plan, profile, cluster))
     return Planned(plan=plan, profile=profile, cluster=cluster, costs=costs)
 
 

@@ -33,7 +33,7 @@ class Search:
         """What a node adds to its rank's stash (at its start) or takes from it (at its end)."""
         self.limits = list(cap.limits) if cap else [float("inf")] * net.problem.num_ranks
         self.capped = cap is not None
-        self.step = self.since = 0
+        self.step = 0
         self.tabu: dict[tuple[int, int], int] = {}
         self.restart(rows)
         self.best_rows, self.best_ms = [row[:] for row in rows], self.paths.span
@@ -42,6 +42,7 @@ class Search:
         self.paths = Paths(self.net, rows)
         self.rows = self.paths.rows
         self.tabu.clear()
+        self.since = 0
 
     def run(self, steps: int, deadline: float) -> bool:
         """Whether a better order was found."""
@@ -58,7 +59,6 @@ class Search:
             elif self.since > 400 + self.net.num_actions:
                 self.restart(self.best_rows)
                 self._shake(self.random.randint(4, 20))
-                self.since = 0
         return self.best_ms < before - _EPSILON
 
     def adopt(self, rows: Rows) -> None:
