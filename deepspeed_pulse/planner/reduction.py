@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from deepspeed_pulse.ir.cluster import Cluster
 from deepspeed_pulse.ir.layout import Grid
 from deepspeed_pulse.ir.profile import Profile
@@ -41,11 +39,3 @@ def pieces(problem: Problem, stage: int, start_ms: float, end_ms: float) -> tupl
     """
     span = end_ms - start_ms
     return tuple((end_ms - (1.0 - share) * span, ms) for share, ms in problem.buckets[stage])
-
-
-def behind_ms(problem: Problem, stage: int, backward_ms: float) -> float:
-    """What is left to sum when a stage's last backward, so long, ends, if nothing else keeps the link."""
-    end = -math.inf
-    for ready, ms in pieces(problem, stage, -backward_ms, 0.0):
-        end = max(end, ready) + ms
-    return end

@@ -23,11 +23,12 @@ from deepspeed_pulse.ir.program import Message, Step
 from deepspeed_pulse.ir.schedule import FORWARDS, Action, Op, Schedule
 from deepspeed_pulse.ir.timeline import Reduction, Sent, Span, Timeline, Transfer
 from deepspeed_pulse.planner.bounds import lower_bound_ms
+from deepspeed_pulse.planner.buckets import behind_ms
 from deepspeed_pulse.planner.cost import optimizer_ms, state_bytes, step_bytes
 from deepspeed_pulse.planner.links import Ports, Way
 from deepspeed_pulse.planner.memory import memory_over_time
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.reduction import behind_ms, gathered_share, pieces, reduction_ms, summed_share
+from deepspeed_pulse.planner.reduction import gathered_share, pieces, reduction_ms, summed_share
 
 Durations = Mapping[Any, float]
 """ms by action, by :class:`~deepspeed_pulse.ir.fill.FrozenRun`, and by :class:`~deepspeed_pulse.ir.fill.HandOver`: what
@@ -359,7 +360,7 @@ def least_step_ms(problem: Problem, *, split: bool = False) -> float:
             work = costs.work_ms(stage) + later + sum(costs.forward_ms[s] for s in before)
             own = reduction_ms(problem, stage)
             if problem.rules.reduce_early:
-                own = behind_ms(problem, stage, costs.backward_ms[stage])
+                own = behind_ms(problem.buckets[stage], costs.backward_ms[stage])
             others = sum(reduction_ms(problem, s) for s in before)
             weights = costs.weight_grad_ms[stage] if split and before else 0.0
             found = max(found, microbatches * work + own, microbatches * (work - weights) + own + others)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deepspeed_pulse.ir.schedule import Op, Schedule
+from deepspeed_pulse.planner.buckets import behind_ms
 from deepspeed_pulse.planner.problem import Problem
-from deepspeed_pulse.planner.reduction import behind_ms, reduction_ms
+from deepspeed_pulse.planner.reduction import reduction_ms
 from deepspeed_pulse.planner.schedules.listing import Cap
 from deepspeed_pulse.planner.search.net import Net
 from deepspeed_pulse.planner.search.paths import Paths
@@ -65,7 +66,7 @@ class Improver:
         last_ms = {Op.BACKWARD: problem.costs.backward_ms, Op.WEIGHT_GRAD: problem.costs.weight_grad_ms}
         finish = {
             op: [
-                behind_ms(problem, stage, ms) if problem.rules.reduce_early else reduction_ms(problem, stage)
+                behind_ms(problem.buckets[stage], ms) if problem.rules.reduce_early else reduction_ms(problem, stage)
                 for stage, ms in enumerate(of_stages)
             ]
             for op, of_stages in last_ms.items()
